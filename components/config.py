@@ -1,0 +1,306 @@
+"""The run's settings: frozen models, read from YAML, a cluster overlay and `a.b=c` overrides.
+
+Every field says below itself what it does. A wrong setting raises `ConfigError`, which names the dotted path and the fix.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used: the dotted path, what is wrong with it and how to mend it."""
+
+    def __init__(self, path: str, problem: str, fix: str) -> None:
+        super().__init__(path, problem, fix)
+        self.path, self.problem, self.fix = path, problem, fix
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}. Fix: {self.fix}"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class TargetConfig(Section):
+    model: str = "bundled:smollm2-135m-instruct"
+    """The model being served: `bundled:...`, a local folder or a Hugging Face id."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id; it is resolved to a commit."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """One dtype for answering, capture, evaluation and serving: greedy texts part between dtypes."""
+    max_model_len: Count = 1024
+    """Longest prompt plus answer, in tokens, that every engine is started with."""
+
+
+class DataConfig(Section):
+    prompts: str | list[str] = "builtin"
+    """`builtin`, or files or folders of JSONL, JSON or Parquet."""
+    max_prompts: Count | None = None
+    """Take at most this many, drawn over all sources by hash."""
+    held_out_families: list[str] = ["code_editing", "explanation", "rewriting"]
+    """Families never trained on; evaluation and A/B traffic come from them."""
+    validation_fraction: Annotated[float, Field(gt=0.0, lt=0.4)] = 0.05
+    """Share of the other prompts, by hash of their content, kept for the in-training metric."""
+    max_new_tokens: Count = 128
+    """Longest answer, in tokens."""
+    temperature: Annotated[float, Field(ge=0.0)] = 0.0
+    """Sampling temperature of the answers: use the one that serving uses."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    seed: int = 0
+    max_dropped_fraction: Share = 0.1
+    """The job fails when a larger share of rows is dropped or failed in one stage."""
+    rows_per_shard: Count = 64
+    """Rows of one file; how work is cut, not what comes out."""
+    batch_tokens: Count = 4096
+    """Tokens of one forward pass of the target during capture."""
+
+
+class DraftConfig(Section):
+    num_layers: Count = 2
+    vocab_size: Count = 12000
+    """Size of the draft vocabulary; capped at the target's."""
+    aux_layers: list[int] | None = None
+    """Decoder layers whose entering residual stream the head reads; null: `[2, L//2, L-3]`."""
+    mask_token_id: int | None = None
+    """Id that no text uses, for the unknown tokens of a chain; null: chosen from the tokenizer."""
+
+
+class TrainConfig(Section):
+    epochs: Count = 3
+    num_depths: Annotated[int, Field(ge=2)] = 4
+    """K in training: a chain has depths 0..num_depths-1."""
+    chain_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
+    """r: share of anchors whose chain reaches depth d is max(r^d, chain_floor)."""
+    chain_floor: Share = 0.0
+    documents_per_step: Count = 4
+    """Global batch: documents of one optimiser step, over all workers."""
+    rows_per_part: Count = 4096
+    """Most chain rows computed at once: memory against speed, never the result."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 2e-3
+    lr_schedule: Literal["cosine", "linear"] = "cosine"
+    warmup_fraction: Share = 0.05
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    loss: Literal["kl", "cross_entropy"] = "kl"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Autocast dtype over fp32 master weights."""
+    train_embeddings: bool = True
+    seed: int = 0
+
+
+class ArmConfig(Section):
+    method: Literal["none", "ngram"]
+    num_speculative_tokens: Count | None = None
+    prompt_lookup_min: Count | None = None
+    prompt_lookup_max: Count | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "ArmConfig":
+        if self.method == "ngram" and self.num_speculative_tokens is None:
+            raise ValueError("an ngram arm needs num_speculative_tokens: set it, 3 for example")
+        return self
+
+
+class EvaluateConfig(Section):
+    num_speculative_tokens: Count = 3
+    """K: draft tokens of a verification round."""
+    num_prompts: Count = 40
+    """Held-out prompts that every arm answers."""
+    max_new_tokens: Count = 128
+    concurrency: Count = 16
+    """Requests at once in the answers pass."""
+    speed_prompts: Count = 6
+    """Prompts of the speed pass (one at a time, fixed length)."""
+    speed_tokens: Count = 64
+    """Tokens of each answer in the speed pass."""
+    baselines: dict[str, ArmConfig] = {
+        "none": ArmConfig(method="none"),
+        "ngram": ArmConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=2, prompt_lookup_max=4),
+    }
+    """Arms measured beside the head; `none` is required."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluateConfig":
+        if "none" not in self.baselines or self.baselines["none"].method != "none":
+            raise ValueError(
+                "evaluate.baselines.none must exist with method none: it is what greedy answers are compared with"
+            )
+        return self
+
+
+class AbConfig(Section):
+    requests: Count = 40
+    """Replayed held-out requests."""
+    concurrency: Count = 4
+    max_new_tokens: Count = 64
+    challenger_weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    salt: str = "aerie"
+    """Salt of the sticky assignment; another salt deals the sessions anew."""
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    first_item_timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
+    """A request whose arm says nothing for this long fails with 504."""
+    keep_serving: bool = True
+    """Leave the endpoint up after the job."""
+
+
+class GateConfig(Section):
+    min_effect: Annotated[float, Field(ge=0.0)] = 0.02
+    """Relative gain in AL over the champion that is worth a change."""
+    confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
+    task_margin: Annotated[float, Field(ge=0.0)] = 0.05
+    """No family's AL may be worse than the champion's by more than this share, beyond doubt."""
+    speed_margin: Annotated[float, Field(ge=0.0)] = 0.02
+    """Output tokens/s may be at most this share below the baseline's."""
+    max_errors: Annotated[int, Field(ge=0)] = 0
+    bootstrap_samples: Count = 2000
+    seed: int = 0
+
+
+class PublishConfig(Section):
+    name: str = "aerie-head"
+    """Name of the registered model in MLflow."""
+    promote: bool = True
+    """Let the gate move the `champion` alias; false: register and report only."""
+    bundle_uri: str | None = None
+    """s3://bucket/prefix that also receives the bundle."""
+    gate: GateConfig = GateConfig()
+
+
+class StageResources(Section):
+    num_cpus: Annotated[float, Field(gt=0.0)] = 1.0
+    """Logical CPUs of one actor or worker."""
+    num_gpus: Annotated[float, Field(ge=0.0)] = 0.0
+    replicas: Count = 1
+    """Actors or workers of the stage."""
+    engine: dict[str, Any] = {}
+    """Further vLLM engine arguments (tensor_parallel_size, gpu_memory_utilization, ...)."""
+    env: dict[str, str] = {}
+    """Environment variables of the stage's processes."""
+
+
+class ResourcesConfig(Section):
+    responses: StageResources = StageResources()
+    features: StageResources = StageResources()
+    train: StageResources = StageResources()
+    evaluate: StageResources = StageResources()
+    ab: StageResources = StageResources()
+    """One arm's resources."""
+
+
+class StorageConfig(Section):
+    uri: str = "storage"
+    """Folder or s3://bucket/prefix that holds every stage's output; a relative folder starts at the project root."""
+    lease_ttl_s: Annotated[float, Field(gt=0.0)] = 60.0
+    """A run that gave no sign of life for this long has lost its output to the next one."""
+
+
+class MlflowConfig(Section):
+    tracking_uri: str = "http://127.0.0.1:5000"
+    experiment: str = "aerie"
+
+
+class Settings(Section):
+    target: TargetConfig = TargetConfig()
+    data: DataConfig = DataConfig()
+    draft: DraftConfig = DraftConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    ab: AbConfig = AbConfig()
+    publish: PublishConfig = PublishConfig()
+    resources: ResourcesConfig = ResourcesConfig()
+    storage: StorageConfig = StorageConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> "Settings":
+        if self.data.max_new_tokens >= self.target.max_model_len:
+            raise ValueError("data.max_new_tokens must be below target.max_model_len: lower the one or raise the other")
+        return self
+
+
+def load_settings(config: Path | None, cluster: Path | None = None, overrides: list[str] | None = None) -> Settings:
+    """Settings from `config`, overlaid by `cluster`, overlaid by `a.b=c` overrides.
+
+    Raises:
+        ConfigError: a file that cannot be read, an unknown key or a bad value, with its dotted path.
+    """
+    tree: dict[str, Any] = {}
+    for flag, path in (("--config", config), ("--cluster", cluster)):
+        if path is not None:
+            tree = _merge(tree, _read_yaml(flag, path))
+    for override in overrides or []:
+        tree = _merge(tree, _parse_override(override))
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _read_yaml(flag: str, path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(flag, f"cannot read {path} ({error.strerror})", "name an existing YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(flag, f"{path} is not YAML ({' '.join(str(error).split())})", "mend the file") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(flag, f"{path} holds a {type(tree).__name__}", "write a mapping of sections")
+    return tree
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise ConfigError("--set", f"{override!r} has no value", "write --set section.key=value")
+    try:
+        value: Any = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def _merge(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in overlay.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _explain(error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"]) or "settings"
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(first["loc"][:-1])
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        return ConfigError(
+            path, "unknown setting", f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+        )
+    if first["type"] == "value_error":
+        problem, _, fix = first["msg"].removeprefix("Value error, ").partition(": ")
+        return ConfigError(path, problem, fix or "see docs/configuration.md")
+    return ConfigError(path, f"{first['input']!r} is not usable", first["msg"][0].lower() + first["msg"][1:])
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    model: Any = Settings
+    for part in loc:
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        if field is None:
+            return []
+        model = field.annotation
+    return list(getattr(model, "model_fields", {}))

