@@ -1,0 +1,112 @@
+"""Real servers that every test may use: MLflow on SQLite and an S3 server, on free loopback ports, ended by their pid."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import boto3
+import httpx
+import pytest
+
+SERVER_START_TIMEOUT_S = 120.0
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of an MLflow server whose runs, registry and artifacts end with the session."""
+    with run_mlflow_server(tmp_path_factory.mktemp("mlflow"), free_port()) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of an S3 server that talks real HTTP and checks no signatures."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    address = f"http://127.0.0.1:{port}"
+    with server_process(command, tmp_path_factory.mktemp("s3"), f"{address}/moto-api/"):
+        yield address
+
+
+@pytest.fixture
+def s3_bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`s3://...` of an empty bucket; the process's environment points every S3 client at the server."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": s3_server,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    name = f"bucket-{time.time_ns()}"
+    boto3.client("s3").create_bucket(Bucket=name)
+    return f"s3://{name}"
+
+
+@contextmanager
+def run_mlflow_server(folder: Path, port: int) -> Iterator[str]:
+    """An MLflow server on SQLite in `folder`; a second one on the same folder and port finds everything again."""
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    with server_process(command, folder, f"{address}/health"):
+        yield address
+
+
+@contextmanager
+def server_process(command: list[str], folder: Path, health_url: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `command` in its own process group until the block ends, once `health_url` answers."""
+    log_path = folder / "server.log"
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=server_environment()
+        )
+    try:
+        wait_until_healthy(process, health_url, log_path)
+        yield process
+    finally:
+        end_process_group(process)
+
+
+def server_environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
+    deadline = time.monotonic() + SERVER_START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args} ended with {process.returncode}:\n{log_path.read_text()[-4000:]}")
+        try:
+            if httpx.get(url, timeout=2).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    raise TimeoutError(
+        f"nothing answers at {url} after {SERVER_START_TIMEOUT_S:.0f} s:\n{log_path.read_text()[-4000:]}"
+    )
+
+
+def end_process_group(process: subprocess.Popen[bytes]) -> None:
+    """End the process and the workers it started."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+            process.wait(timeout=10)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
