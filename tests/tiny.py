@@ -196,9 +196,7 @@ def _config(**shape: Any) -> LlamaConfig:
     )
 
 
-def _save(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path | str, dtype: torch.dtype
-) -> Path:
+def _save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path | str, dtype: torch.dtype) -> Path:
     path = Path(path)
     model.to(dtype).save_pretrained(path)
     tokenizer.model_max_length = model.config.max_position_embeddings

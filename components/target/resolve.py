@@ -1,0 +1,204 @@
+"""From the name of a target to a folder with its weights and the facts about it that a head depends on."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+
+from components.config import ConfigError
+from components.target.bundled import get_bundle, materialize_bundled
+from components.target.refusals import refusal_reason
+
+BUNDLED_PREFIX = "bundled:"
+DOWNLOADED = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
+NOT_DOWNLOADED = ["original/*", "consolidated*", "onnx/*"]
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class ResolvedTarget:
+    """A target on this machine's disk; all sizes are the text model's."""
+
+    path: str
+    """Folder with config, safetensors and tokenizer."""
+    model: str
+    """The name that was given."""
+    revision: str
+    """Commit of a Hugging Face id; the digest otherwise."""
+    digest: str
+    """sha256 that stands for the content: of every byte of a local folder's files, of the bundled file and its
+    conversion, or of id and commit."""
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+    eos_token_ids: list[int]
+    """Every id that ends an answer, from config and generation config."""
+    bos_token_id: int | None
+    pad_token_id: int | None
+    dtype: str
+    """dtype of the stored weights, such as `bfloat16`."""
+    tie_word_embeddings: bool
+
+
+def resolve_target(model: str, revision: str | None, output_dir: Path) -> ResolvedTarget:
+    """Find the target's files, fetching or converting them, and refuse early what no head can be served with.
+
+    Args:
+        model: `bundled:NAME`, a local folder, or a Hugging Face id. Remote code is never trusted.
+        revision: Branch, tag or commit of a Hugging Face id; None is its default branch.
+        output_dir: Where a bundled target is converted to; nothing is written for the others.
+
+    Raises:
+        ConfigError: at `target.model` or `target.revision`, with a fix.
+    """
+    if model.startswith(BUNDLED_PREFIX):
+        _refuse_revision(model, revision)
+        path = materialize_bundled(model.removeprefix(BUNDLED_PREFIX), output_dir)
+        return _describe(model, path, bundled_digest(model), None)
+    if Path(model).is_dir():
+        _refuse_revision(model, revision)
+        _check_folder(model, Path(model))
+        return _describe(model, Path(model).resolve(), folder_digest(Path(model)), None)
+    path = _download(model, revision)
+    commit = path.name
+    return _describe(model, path, hashlib.sha256(f"{model}@{commit}".encode()).hexdigest(), commit)
+
+
+def bundled_digest(model: str) -> str:
+    """Digest of a bundled target, known without converting it."""
+    identity = get_bundle(model.removeprefix(BUNDLED_PREFIX)).identity
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def folder_digest(folder: Path) -> str:
+    """sha256 over the name and every byte of the files that vLLM and transformers read, in name order."""
+    digest = hashlib.sha256()
+    files = {file for pattern in DOWNLOADED for file in folder.glob(pattern) if file.is_file()}
+    for file in sorted(files):
+        with file.open("rb") as stream:
+            content = hashlib.file_digest(stream, "sha256").hexdigest()
+        digest.update(f"{file.name}\0{content}\n".encode())
+    return digest.hexdigest()
+
+
+def _refuse_revision(model: str, revision: str | None) -> None:
+    if revision is not None:
+        raise ConfigError("target.revision", f"{model} has no revisions", "remove it; it goes with Hugging Face ids")
+
+
+def _check_folder(model: str, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        fix = "name a folder that `save_pretrained` wrote"
+        raise ConfigError("target.model", f"the folder {model} has no config.json", fix)
+    _require_safetensors(model, folder)
+
+
+def _require_safetensors(model: str, folder: Path) -> None:
+    if not any(folder.glob("*.safetensors")):
+        fix = "save the model again with `save_pretrained`, which writes safetensors"
+        raise ConfigError("target.model", f"{model} has no *.safetensors: pickled weights are not read", fix)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    """The snapshot's folder in the Hugging Face cache, named by its commit; config.json is judged first."""
+    if not HUB_ID.fullmatch(model):
+        raise ConfigError("target.model", f"the folder {model} does not exist", "name an existing folder or a model id")
+    config_only = _snapshot(model, revision, ["config.json"])
+    _read_config(model, config_only)
+    folder = _snapshot(model, config_only.name, DOWNLOADED)
+    _require_safetensors(model, folder)
+    return folder
+
+
+def _snapshot(model: str, revision: str | None, patterns: list[str]) -> Path:
+    try:
+        folder = snapshot_download(
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED, max_workers=4
+        )
+    except RevisionNotFoundError:
+        fix = "name one of its branches, tags or commits"
+        raise ConfigError("target.revision", f"{model} has no revision {revision!r}", fix) from None
+    except GatedRepoError:
+        fix = f"accept its licence at https://huggingface.co/{model} and log in with `hf auth login`"
+        raise ConfigError("target.model", f"{model} is gated", fix) from None
+    except (RepositoryNotFoundError, HFValidationError):
+        problem = f"{model} is neither a folder nor a Hugging Face model that you may read"
+        raise ConfigError("target.model", problem, "check the spelling, or log in with `hf auth login`") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+        problem = f"{model} is not in the local cache and Hugging Face cannot be reached ({_first_line(error)})"
+        raise ConfigError("target.model", problem, "check the network, or name a local folder") from None
+    return Path(folder)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _read_config(model: str, folder: Path) -> PreTrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        problem = f"transformers cannot read the config of {model} ({_first_line(error)})"
+        raise ConfigError("target.model", problem, "use a model without remote code") from None
+    reason = refusal_reason(config)
+    if reason:
+        raise ConfigError("target.model", reason, "choose a text-only causal model that vLLM drafts for")
+    return config
+
+
+def _describe(model: str, path: Path, digest: str, commit: str | None) -> ResolvedTarget:
+    config = _read_config(model, path)
+    return ResolvedTarget(
+        path=str(path),
+        model=model,
+        revision=commit or digest,
+        digest=digest,
+        architecture=config.architectures[0],
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=dict(config.rope_parameters),
+        max_position_embeddings=config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(config, path),
+        bos_token_id=config.bos_token_id,
+        pad_token_id=config.pad_token_id,
+        dtype=str(config.dtype or "float32").removeprefix("torch."),
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+    )
+
+
+def _eos_token_ids(config: PreTrainedConfig, folder: Path) -> list[int]:
+    """Ids from both files, each of which may hold one id, a list or none; in order, without repeats."""
+    sources: list[Any] = [config.eos_token_id]
+    if (folder / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(folder).eos_token_id)
+    ids: dict[int, None] = {}
+    for source in sources:
+        ids.update(dict.fromkeys(source if isinstance(source, list) else [source] if source is not None else []))
+    return list(ids)
