@@ -94,6 +94,8 @@ class TrainConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Autocast dtype over fp32 master weights."""
     train_embeddings: bool = True
+    checkpoint_every_steps: Count | None = None
+    """Optimiser steps between checkpoints; null: at the end of every epoch."""
     seed: int = 0
 
 

@@ -1,0 +1,43 @@
+"""Sums over ranks: one all-reduce for all gradients and counts of a step.
+
+No DDP wrapper: with several forward and backward pairs in a step its hooks fire in the first pair only, or never.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def reduce_gradients(parameters: Sequence[nn.Parameter], sums: Tensor) -> Tensor:
+    """Add up gradients and `sums` over all ranks; a rank that had no supervised element adds zeros.
+
+    Args:
+        parameters: the trained parameters, the same on every rank; a missing gradient counts as zero.
+        sums: [M] fp64 figures to be summed with them; sums[0] is the count of supervised elements.
+
+    Returns:
+        [M] the sums over all ranks. The gradients are those of the *mean* loss over all supervised elements.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        bucket = torch.cat([g.reshape(-1) for g in grads])
+        dist.all_reduce(bucket)
+        dist.all_reduce(sums)
+        for grad, summed in zip(grads, bucket.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(summed.view_as(grad))
+    count = float(sums[0])
+    if count > 0:
+        torch._foreach_div_(grads, count)
+    return sums
+
+
+def reduce_sums(sums: Tensor) -> Tensor:
+    """[M] fp64 figures summed over all ranks."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(sums)
+    return sums

@@ -1,0 +1,45 @@
+"""What a training run needs to go on exactly where it was: weights, optimiser, place, and the figures so far."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from components.draft.head import DraftHead
+
+
+@dataclass
+class Progress:
+    """How far a run is; `history` holds one row a report, so that the curves survive any kill."""
+
+    step: int = 0
+    """Optimiser steps done, over all epochs."""
+    supervised_tokens: int = 0
+    train_seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+def save_state(folder: Path, head: DraftHead, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    """Write a checkpoint; whoever stores the folder does so atomically (Ray Train lists only whole ones)."""
+    tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
+    save_file(tensors, folder / "head.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "progress.json").write_text(json.dumps(asdict(progress)))
+
+
+def load_state(folder: Path, head: DraftHead, optimizer: torch.optim.Optimizer) -> Progress:
+    """Put a checkpoint's tensors into `head` and `optimizer`; its place comes back."""
+    load_weights(folder, head)
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    return read_progress(folder)
+
+
+def load_weights(folder: Path, head: DraftHead) -> None:
+    head.load_state_dict(load_file(folder / "head.safetensors"))
+
+
+def read_progress(folder: Path) -> Progress:
+    return Progress(**json.loads((folder / "progress.json").read_text()))

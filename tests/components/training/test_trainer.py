@@ -1,0 +1,142 @@
+"""The step of several ranks is the step of one, and a resumed run is the uninterrupted one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from components.config import TrainConfig
+from components.draft.batch import Document
+from components.draft.head import DraftHead, HeadConfig
+from components.draft.losses import Teacher
+from components.training.order import Entry
+from components.training.reduce import reduce_gradients
+from components.training.state import load_state, save_state
+from components.training.trainer import Trainer
+from components.training.validation import validate
+
+VOCAB, WIDTH, AUX = 40, 32, (1, 2)
+FP32_STEP_TOLERANCE = 2e-6  # sums of fp32 gradients in another order, through a few Adam steps of 1e-3
+CONFIG = TrainConfig(
+    epochs=2, num_depths=3, documents_per_step=4, rows_per_part=64, dtype="float32", learning_rate=1e-3
+)
+
+
+def make_document(number: int, answer_tokens: int = 12) -> Document:
+    generator = torch.Generator().manual_seed(number)
+    length = 8 + answer_tokens
+    mask = torch.zeros(length, dtype=torch.bool)
+    mask[length - answer_tokens :] = True
+    return Document(
+        input_ids=torch.randint(VOCAB, (length,), generator=generator),
+        loss_mask=mask,
+        aux_hidden=torch.randn(length, len(AUX) * WIDTH, generator=generator),
+        last_hidden=torch.randn(length, WIDTH, generator=generator),
+    )
+
+
+def make_trainer(
+    documents: list[Document], rank: int = 0, world_size: int = 1, config: TrainConfig = CONFIG
+) -> Trainer:
+    torch.manual_seed(0)
+    shape = HeadConfig(
+        hidden_size=WIDTH, target_hidden_size=WIDTH, aux_layers=AUX, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=8, intermediate_size=48, vocab_size=VOCAB, draft_vocab_size=VOCAB, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=64, mask_token_id=3,
+    )  # fmt: skip
+    head = DraftHead(shape)
+    teacher = Teacher(torch.rand(WIDTH) + 0.5, 1e-5, torch.randn(VOCAB, WIDTH))
+    entries = [Entry("part-00000.parquet", row, row) for row in range(len(documents))]
+    return Trainer(head, teacher, entries, lambda entry: documents[entry.row], config, rank, world_size)
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.head.parameters()])
+
+
+def train_rank(rank: int, world_size: int, folder: str, steps: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    trainer = make_trainer(DOCUMENTS, rank, world_size)
+    losses = [float(trainer.step().loss) for _ in range(steps)]
+    figures = validate(trainer, DOCUMENTS[rank:5:world_size])
+    torch.save({"weights": weights(trainer), "losses": losses, "figures": figures}, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+# 9 documents, 4 a step: the third step leaves the second rank without a document; number 5 has no supervised token
+DOCUMENTS = [make_document(i, answer_tokens=1 if i == 5 else 4 + i) for i in range(9)]
+
+
+def test_two_gloo_ranks_make_the_step_of_one(tmp_path: Path) -> None:
+    mp.spawn(train_rank, args=(2, str(tmp_path), 3), nprocs=2)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
+    alone = make_trainer(DOCUMENTS)
+    before = weights(alone)
+    losses = [float(alone.step().loss) for _ in range(3)]
+    assert losses == pytest.approx(ranks[0]["losses"], rel=1e-5)
+    assert (weights(alone) - before).abs().max() > 100 * FP32_STEP_TOLERANCE
+    torch.testing.assert_close(weights(alone), ranks[0]["weights"], atol=FP32_STEP_TOLERANCE, rtol=0)
+    figures = validate(alone, DOCUMENTS[:5])
+    assert ranks[0]["figures"] == ranks[1]["figures"] == pytest.approx(figures, rel=1e-5)
+    assert figures["validation/walked_al_1"] >= 1
+
+
+def reduce_uneven(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    count = (1, 9)[rank]
+    parameter.grad = torch.full((1,), 2.0 * count)  # every supervised element contributes 2
+    sums = reduce_gradients([parameter], torch.tensor([count, 0.0], dtype=torch.float64))
+    torch.save((parameter.grad, sums), f"{folder}/uneven{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_ranks_with_1_and_9_supervised_elements_equal_one_with_10(tmp_path: Path) -> None:
+    mp.spawn(reduce_uneven, args=(str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        grad, sums = torch.load(tmp_path / f"uneven{rank}.pt")
+        assert float(grad) == pytest.approx(2.0)
+        assert float(sums[0]) == 10
+
+
+def test_six_steps_equal_three_a_checkpoint_and_three(tmp_path: Path) -> None:
+    straight = make_trainer(DOCUMENTS)
+    rates = []
+    for _ in range(6):
+        straight.step()
+        rates.append(straight.optimizer.param_groups[0]["lr"])
+    first = make_trainer(DOCUMENTS)
+    for _ in range(3):
+        first.step()
+    save_state(tmp_path, first.head, first.optimizer, first.progress)
+    second = make_trainer(DOCUMENTS)
+    second.progress = load_state(tmp_path, second.head, second.optimizer)
+    resumed_rates = []
+    for _ in range(3):
+        second.step()
+        resumed_rates.append(second.optimizer.param_groups[0]["lr"])
+    assert resumed_rates == rates[3:]
+    assert torch.equal(weights(second), weights(straight))
+    assert second.progress.step == straight.total_steps == 6
+
+
+def test_a_batch_without_a_supervised_token_changes_nothing() -> None:
+    trainer = make_trainer([make_document(i, answer_tokens=1) for i in range(4)])
+    before = weights(trainer)
+    sums = trainer.step()
+    assert int(sums.count) == 0
+    assert torch.equal(weights(trainer), before)
+    assert trainer.progress.step == 1
+
+
+def test_loss_falls_on_repeated_documents() -> None:
+    documents = [make_document(i) for i in range(4)]
+    trainer = make_trainer(documents, config=CONFIG.model_copy(update={"epochs": 60, "learning_rate": 3e-3}))
+    first = float(trainer.step().loss)
+    for _ in range(59):
+        last = float(trainer.step().loss)
+    assert last < 0.5 * first
