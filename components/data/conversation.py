@@ -1,0 +1,116 @@
+"""From a raw row, in whatever shape, to what the target is asked: system, user turns and tool exchanges.
+
+Recorded answers go: the target answers every user turn itself. What stays of an assistant is a tool call with its
+results, which the target needs to read. Three rules for what recorded chats contain:
+
+- Consecutive user messages: where the row records answers they got one answer together, so they are one turn, joined by
+  a blank line; in a row without answers each is a turn of its own.
+- A blank question or a blank recorded answer ends the conversation before that question.
+- Only one system turn, first: several at the start are joined by a blank line, a later one refuses the row. A blank
+  one says nothing and is left out.
+"""
+
+import json
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from components.data.reasons import Reason, RowError
+from components.data.shapes import row_messages, row_tools
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What the target is asked. `cut` names why the recorded conversation was longer, if it was."""
+
+    messages: list[Message]
+    tools: list[Message] | None
+    cut: Reason | None
+
+
+def conversation(row: Any) -> Conversation:
+    """The conversation in one parsed row.
+
+    Raises:
+        RowError: the row cannot be used; the error names the reason.
+    """
+    if not isinstance(row, dict):
+        raise RowError(Reason.NOT_AN_OBJECT, type(row).__name__)
+    _check_surrogates(row)
+    system, turns = _split_system(row_messages(row))
+    _check_tool_results(turns)
+    records_answers = any(turn["role"] == "assistant" for turn in turns)
+    turns, cut = _from_first_user(turns)
+    turns, blank = _until_blank(turns)
+    messages, tools = system + _questions(turns, records_answers), row_tools(row)
+    # Once more: calls and tools may have stood there as JSON text with escapes of its own.
+    _check_surrogates([messages, tools])
+    return Conversation(messages, tools, blank or cut)
+
+
+def _check_surrogates(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError(Reason.LONE_SURROGATE, f"{error.object[error.start]!r}") from None
+
+
+def _split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    leading = list(takewhile(lambda message: message["role"] == "system", messages))
+    turns = messages[len(leading) :]
+    if any(turn["role"] == "system" for turn in turns):
+        raise RowError(Reason.SYSTEM_IN_THE_MIDDLE, "a system turn follows another turn")
+    texts = dict.fromkeys(message["content"] for message in leading if message["content"].strip())
+    return [{"role": "system", "content": "\n\n".join(texts)}] if texts else [], turns
+
+
+def _check_tool_results(turns: list[Message]) -> None:
+    calls: list[Message] = []
+    for turn in turns:
+        if turn["role"] != "tool":
+            calls = turn.get("tool_calls", [])
+            continue
+        ids = {call["id"] for call in calls if "id" in call}
+        answered = turn.get("tool_call_id")
+        if not calls or (answered is not None and ids and answered not in ids):
+            raise RowError(Reason.TOOL_WITHOUT_CALL, f"id {answered}" if calls else "no call before it")
+
+
+def _from_first_user(turns: list[Message]) -> tuple[list[Message], Reason | None]:
+    start = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
+    if start is None:
+        raise RowError(Reason.NO_USER_TURN, f"{len(turns)} other turns")
+    return turns[start:], Reason.STARTS_WITH_ASSISTANT if start else None
+
+
+def _until_blank(turns: list[Message]) -> tuple[list[Message], Reason | None]:
+    blank = next((i for i, turn in enumerate(turns) if _is_blank(turn)), None)
+    if blank is None:
+        return turns, None
+    question = blank
+    while turns[question]["role"] != "user":
+        question -= 1
+    while 0 < question < blank and turns[question - 1]["role"] == "user":
+        question -= 1
+    if not question:
+        raise RowError(Reason.EMPTY_CONTENT, f"the first {turns[blank]['role']} turn is blank")
+    return turns[:question], Reason.EMPTY_CONTENT
+
+
+def _is_blank(turn: Message) -> bool:
+    # A tool may well say nothing, and a call needs no words.
+    return turn["role"] != "tool" and not turn.get("tool_calls") and not turn["content"].strip()
+
+
+def _questions(turns: list[Message], records_answers: bool) -> list[Message]:
+    kept: list[Message] = []
+    previous = ""
+    for turn, following in zip(turns, [*turns[1:], None], strict=True):
+        if turn["role"] == "user" and previous == "user" and records_answers:
+            kept[-1] = {"role": "user", "content": f"{kept[-1]['content']}\n\n{turn['content']}"}
+        elif turn["role"] != "assistant" or (following is not None and following["role"] == "tool"):
+            kept.append(turn)
+        previous = turn["role"]
+    return kept

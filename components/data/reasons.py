@@ -1,0 +1,47 @@
+"""Why a row of prompts cannot be used, or was used in part only: the names that manifests and logs count by."""
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """A name for each thing that can be wrong with a row."""
+
+    NOT_UTF8 = "not_utf8"
+    """Bytes that are no UTF-8; they are never replaced."""
+    TRUNCATED_LINE = "truncated_line"
+    """The last line of the file was cut off."""
+    BAD_JSON = "bad_json"
+    NOT_AN_OBJECT = "not_an_object"
+    """The row is JSON, but no object."""
+    UNKNOWN_SHAPE = "unknown_shape"
+    """None of the known keys holds the prompt."""
+    BAD_MESSAGE = "bad_message"
+    """A message is no object, or lacks its role or its content."""
+    UNKNOWN_ROLE = "unknown_role"
+    CONTENT_NOT_TEXT = "content_not_text"
+    """Content that is neither text nor a list of text parts."""
+    LONE_SURROGATE = "lone_surrogate"
+    """Half a surrogate pair, which no tokenizer takes."""
+    EMPTY_CONTENT = "empty_content"
+    """A blank question, or a question whose recorded answer is blank."""
+    STARTS_WITH_ASSISTANT = "starts_with_assistant"
+    NO_USER_TURN = "no_user_turn"
+    SYSTEM_IN_THE_MIDDLE = "system_in_the_middle"
+    TOOL_WITHOUT_CALL = "tool_without_call"
+    """A tool result that follows no call, or answers another one."""
+    BAD_TOOL_CALL = "bad_tool_call"
+    BAD_TOOLS = "bad_tools"
+    TEMPLATE_REJECTS = "template_rejects"
+    """The target's chat template raises an error on the conversation."""
+    TEMPLATE_HIDES_TOOLS = "template_hides_tools"
+    """The chat template leaves out tools, tool calls or tool results."""
+    TEMPLATE_HIDES_TEXT = "template_hides_text"
+    """The chat template leaves out a system or user turn."""
+
+
+class RowError(Exception):
+    """A row that cannot be used."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail

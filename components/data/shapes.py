@@ -1,0 +1,147 @@
+"""Where a row keeps its prompt: messages with known roles and plain text, whichever keys the file uses."""
+
+import json
+from typing import Any
+
+from components.data.reasons import Reason, RowError
+
+Message = dict[str, Any]
+
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),
+    **dict.fromkeys(("tool", "function", "observation", "tool_response"), "tool"),
+}
+"""Role names in lower case; a `call` is an assistant turn whose text is the JSON of one tool call."""
+
+
+def row_messages(row: dict[str, Any]) -> list[Message]:
+    """The messages of a row as `{"role", "content"}`, roles system, user, assistant or tool, text as it stands.
+
+    An assistant message may hold `tool_calls` (arguments as an object), a tool message `tool_call_id` and `name`.
+    Shapes in the order in which they are looked for: `turns` (user turns; the system turn may stand in `messages`),
+    `messages`, `conversations`, `conversation`, `prompt` as a list; then `instruction` or `prompt` as text, joined by a
+    blank line with `input` or `context`. A `system` or `system_prompt` beside any of them comes first.
+
+    Raises:
+        RowError: no such key, or a message that cannot be used.
+    """
+    system = row.get("system", row.get("system_prompt"))
+    leading = [{"role": "system", "content": system}] if isinstance(system, str) else []
+    return [_message(raw) for raw in leading + _raw_messages(row)]
+
+
+def row_tools(row: dict[str, Any]) -> list[Message] | None:
+    """The tools of a row as a list of `{"type": "function", "function": {...}}`, or None.
+
+    They may stand there as a list, as one object or as JSON text, whole or item by item.
+
+    Raises:
+        RowError: something else stands there.
+    """
+    raw = _decoded(row.get("tools", row.get("functions")), Reason.BAD_TOOLS)
+    if not raw:
+        return None
+    tools = [_decoded(tool, Reason.BAD_TOOLS) for tool in (raw if isinstance(raw, list) else [raw])]
+    wrapped = [{"type": "function", "function": t} if isinstance(t, dict) and "name" in t else t for t in tools]
+    for tool in wrapped:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(Reason.BAD_TOOLS, "a tool without a function or its name")
+    return wrapped
+
+
+def _raw_messages(row: dict[str, Any]) -> list[Any]:
+    if isinstance(row.get("turns"), list) and row["turns"]:
+        return _from_turns(row)
+    for key in ("messages", "conversations", "conversation", "prompt"):
+        if isinstance(row.get(key), list) and row[key]:
+            return row[key]
+    for key in ("instruction", "prompt"):
+        if key in row and not isinstance(row[key], list):
+            return _from_instruction(row[key], row.get("input") or row.get("context") or "")
+    if any(row.get(key) == [] for key in ("turns", "messages", "conversations", "conversation", "prompt")):
+        raise RowError(Reason.NO_USER_TURN, "no turn at all")
+    raise RowError(Reason.UNKNOWN_SHAPE, f"keys: {', '.join(sorted(map(str, row)))[:80]}")
+
+
+def _from_turns(row: dict[str, Any]) -> list[Any]:
+    beside = row["messages"] if isinstance(row.get("messages"), list) else []
+    leading = [message for message in beside if isinstance(message, dict) and message.get("role") == "system"]
+    return leading + [{"role": "user", "content": turn} if isinstance(turn, str) else turn for turn in row["turns"]]
+
+
+def _from_instruction(*parts: Any) -> list[Any]:
+    if not all(isinstance(part, str) for part in parts):
+        raise RowError(Reason.CONTENT_NOT_TEXT, "instruction, prompt and input must be text")
+    return [{"role": "user", "content": "\n\n".join(part for part in parts if part.strip())}]
+
+
+def _message(raw: Any) -> Message:
+    if not isinstance(raw, dict):
+        raise RowError(Reason.BAD_MESSAGE, f"a message is a {type(raw).__name__}")
+    name = raw.get("role", raw.get("from"))
+    if not isinstance(name, str):
+        raise RowError(Reason.BAD_MESSAGE, f"no role among the keys {', '.join(sorted(map(str, raw)))[:80]}")
+    role = ROLES.get(name.strip().lower())
+    if role is None:
+        raise RowError(Reason.UNKNOWN_ROLE, name[:80])
+    if role == "call":
+        return {"role": "assistant", "content": "", "tool_calls": [_tool_call(_content(raw))]}
+    calls = _tool_calls(raw) if role == "assistant" else []
+    message: Message = {"role": role, "content": _content(raw)}
+    if calls:
+        message["tool_calls"] = calls
+    if role == "tool":
+        message |= {key: raw[key] for key in ("tool_call_id", "name") if isinstance(raw.get(key), str)}
+    return message
+
+
+def _content(raw: dict[str, Any]) -> str:
+    keys = [key for key in ("content", "value", "text") if key in raw]
+    content = next((raw[key] for key in keys if raw[key] is not None), "")
+    if not keys and not raw.get("tool_calls") and not raw.get("function_call"):
+        raise RowError(Reason.BAD_MESSAGE, "no content")
+    if isinstance(content, list):
+        return _joined_parts(content)
+    if not isinstance(content, str):
+        raise RowError(Reason.CONTENT_NOT_TEXT, f"content is a {type(content).__name__}")
+    return content
+
+
+def _joined_parts(parts: list[Any]) -> str:
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RowError(Reason.CONTENT_NOT_TEXT, "a part of the content is no text")
+    return "".join(part["text"] for part in parts)
+
+
+def _tool_calls(raw: dict[str, Any]) -> list[Message]:
+    calls = _decoded(raw.get("tool_calls"), Reason.BAD_TOOL_CALL) or []
+    if not isinstance(calls, list):
+        raise RowError(Reason.BAD_TOOL_CALL, f"tool_calls is a {type(calls).__name__}")
+    single = raw.get("function_call")
+    return [_tool_call(call) for call in [*calls, *([single] if single else [])]]
+
+
+def _tool_call(raw: Any) -> Message:
+    call = _decoded(raw, Reason.BAD_TOOL_CALL)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    # Chat templates write the arguments themselves: they want the object, not its JSON text.
+    arguments = _decoded(function.get("arguments"), Reason.BAD_TOOL_CALL) or {} if isinstance(function, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise RowError(Reason.BAD_TOOL_CALL, "a call needs a name and an object of arguments")
+    ids = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**ids, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _decoded(value: Any, reason: Reason) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise RowError(reason, str(error)) from None

@@ -1,0 +1,74 @@
+"""A chat template that rejects or garbles a row costs that row only, with a reason."""
+
+import pytest
+
+from components.data.conversation import conversation
+from components.data.prompts import Prompt, row_key
+from components.data.template import renderable
+from tests.tiny import make_tokenizer
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn, please') }}{% endif %}" + PLAIN
+SILENT_ABOUT_SYSTEM = PLAIN.replace("messages %}", "messages if m.role != 'system' %}")
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN.replace(
+    "{{ m.content", "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ m.content"
+)
+QUOTING = PLAIN.replace("{{ m.content | trim }}", "{{ m.content | tojson }}")
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": "{}"}}]}
+TALK = [{"role": "user", "content": "Time?"}, CALL, {"role": "tool", "content": "noon"}]
+
+
+def prompt(messages: list[dict], tools: list | None = None) -> Prompt:
+    asked = conversation({"messages": messages, "tools": tools})
+    return Prompt(row_key(asked.messages, asked.tools), "f", asked.messages, asked.tools, "a.jsonl", 7)
+
+
+SYSTEM = prompt([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}])
+TWO_TURNS = prompt([{"role": "user", "content": ' One "line"\nand another '}, {"role": "user", "content": "Bye"}])
+TOOLS = prompt(TALK, [{"name": "now"}])
+CALL_ONLY = prompt(TALK)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer(512)
+
+
+@pytest.mark.parametrize(
+    ("template", "rejected", "reason"),
+    [
+        (NO_SYSTEM, SYSTEM, "template_rejects"),
+        (SILENT_ABOUT_SYSTEM, SYSTEM, "template_hides_text"),
+        (PLAIN, TOOLS, "template_hides_tools"),
+        (PLAIN, CALL_ONLY, "template_hides_tools"),
+        ("{{ messages[0].no_such.key }}", SYSTEM, "template_rejects"),
+    ],
+)
+def test_only_the_rejected_row_is_lost(tokenizer, template, rejected, reason):
+    tokenizer.chat_template = template
+    others = [] if "no_such" in template else [TWO_TURNS]
+    good, bad = renderable([rejected, *others], tokenizer)
+    assert good == others
+    assert [(row.source, row.line, row.reason) for row in bad] == [("a.jsonl", 7, reason)]
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS])
+def test_template_with_tools_takes_all(tokenizer, template):
+    tokenizer.chat_template = template
+    prompts = [SYSTEM, TWO_TURNS, TOOLS, CALL_ONLY]
+    assert renderable(prompts, tokenizer) == (prompts, [])
+
+
+def test_template_that_quotes_text_still_shows_it(tokenizer):
+    tokenizer.chat_template = QUOTING
+    assert renderable([SYSTEM, TWO_TURNS], tokenizer) == ([SYSTEM, TWO_TURNS], [])
+
+
+def test_template_that_takes_turns_strictly_sees_answers_between_them(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('user and assistant must take turns') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    leading = prompt([{"role": "assistant", "content": "Welcome."}, {"role": "user", "content": "Hi"}])
+    assert renderable([TWO_TURNS, leading], tokenizer) == ([TWO_TURNS, leading], [])
