@@ -62,17 +62,32 @@ def train_rank(rank: int, world_size: int, folder: str, steps: int) -> None:
     trainer = make_trainer(DOCUMENTS, rank, world_size)
     losses = [float(trainer.step().loss) for _ in range(steps)]
     figures = validate(trainer, DOCUMENTS[rank:5:world_size])
-    torch.save({"weights": weights(trainer), "losses": losses, "figures": figures}, f"{folder}/rank{rank}.pt")
+    results = {"weights": weights(trainer), "losses": losses, "figures": figures, "uneven": reduce_uneven(rank)}
+    torch.save(results, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
+
+
+def reduce_uneven(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    count = (1, 9)[rank]
+    parameter.grad = torch.full((1,), 2.0 * count)  # every supervised element contributes 2
+    sums = reduce_gradients([parameter], torch.tensor([count, 0.0], dtype=torch.float64))
+    return parameter.grad, sums
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What each of two gloo ranks has after three steps."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(train_rank, args=(2, str(folder), 3), nprocs=2)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
 # 9 documents, 4 a step: the third step leaves the second rank without a document; number 5 has no supervised token
 DOCUMENTS = [make_document(i, answer_tokens=1 if i == 5 else 4 + i) for i in range(9)]
 
 
-def test_two_gloo_ranks_make_the_step_of_one(tmp_path: Path) -> None:
-    mp.spawn(train_rank, args=(2, str(tmp_path), 3), nprocs=2)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+def test_two_gloo_ranks_make_the_step_of_one(ranks: list[dict]) -> None:
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
     alone = make_trainer(DOCUMENTS)
     before = weights(alone)
@@ -85,20 +100,9 @@ def test_two_gloo_ranks_make_the_step_of_one(tmp_path: Path) -> None:
     assert figures["validation/walked_al_1"] >= 1
 
 
-def reduce_uneven(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    count = (1, 9)[rank]
-    parameter.grad = torch.full((1,), 2.0 * count)  # every supervised element contributes 2
-    sums = reduce_gradients([parameter], torch.tensor([count, 0.0], dtype=torch.float64))
-    torch.save((parameter.grad, sums), f"{folder}/uneven{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_ranks_with_1_and_9_supervised_elements_equal_one_with_10(tmp_path: Path) -> None:
-    mp.spawn(reduce_uneven, args=(str(tmp_path),), nprocs=2)
-    for rank in range(2):
-        grad, sums = torch.load(tmp_path / f"uneven{rank}.pt")
+def test_ranks_with_1_and_9_supervised_elements_equal_one_with_10(ranks: list[dict]) -> None:
+    for result in ranks:
+        grad, sums = result["uneven"]
         assert float(grad) == pytest.approx(2.0)
         assert float(sums[0]) == 10
 
