@@ -1,0 +1,128 @@
+"""Which elements are supervised and how long each anchor's chain is (COD sampling).
+
+Legend: A supervised anchors, R chain rows (depth >= 1), N depth-0 rows, T packed tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from components.draft.batch import PackedBatch
+
+
+@dataclass(frozen=True)
+class ChainRecipe:
+    """COD: depth d is kept with probability max(keep_ratio ** d, keep_floor)."""
+
+    num_depths: int
+    """K_train: depths 0..K_train-1 are trained."""
+
+    keep_ratio: float = 0.8
+    keep_floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_depths < 1:
+            raise ValueError(f"num_depths: must be at least 1, got {self.num_depths}")
+        if not (0.0 <= self.keep_ratio <= 1.0 and 0.0 <= self.keep_floor <= 1.0):
+            raise ValueError(f"keep_ratio, keep_floor: must lie in [0, 1], got {self.keep_ratio}, {self.keep_floor}")
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The supervised elements of a batch: one integer per anchor."""
+
+    anchor_A: Tensor
+    """[A] depth-0 row of each supervised anchor, increasing."""
+
+    length_A: Tensor
+    """[A] chain rows of each anchor: depths 1..length; 0 means that only depth 0 is supervised."""
+
+    def __len__(self) -> int:
+        return self.anchor_A.shape[0]
+
+    def __getitem__(self, part: slice) -> "Chains":
+        return Chains(self.anchor_A[part], self.length_A[part])
+
+
+@dataclass(frozen=True)
+class ChainRows:
+    """The rows of some chains, sorted by (anchor, depth)."""
+
+    anchor_R: Tensor
+    """[R] depth-0 row of the anchor."""
+
+    depth_R: Tensor
+    """[R] depth, from 1 on."""
+
+    first_R: Tensor
+    """[R] index of the chain's first row."""
+
+    @classmethod
+    def of(cls, chains: Chains) -> "ChainRows":
+        device = chains.anchor_A.device
+        last_A = chains.length_A.cumsum(0)
+        chain_R = torch.repeat_interleave(torch.arange(len(chains), device=device), chains.length_A)
+        first_R = (last_A - chains.length_A)[chain_R]
+        depth_R = torch.arange(len(chain_R), device=device) - first_R + 1
+        return cls(chains.anchor_A[chain_R], depth_R, first_R)
+
+
+def supervised_chains(batch: PackedBatch, num_depths: int) -> Chains:
+    """Every supervised anchor with the longest chain that its answer has room for.
+
+    Element (a, d) counts iff tokens a+1 and a+d+2 are of the same answer: token a+1 is the last one the server
+    knows when it drafts, token a+d+2 is the one drafted. So an answer's first anchor is the last prompt token,
+    its first token is never a target and its last one is.
+    """
+    # Row i's feature is token t; an index past the last token is no answer.
+    answer = torch.cat([batch.answer_T, batch.answer_T.new_zeros(num_depths + 1)])
+    known_N = answer[batch.token_N + 1]
+    counted_ND = torch.stack(
+        [(known_N > 0) & (answer[batch.token_N + depth + 2] == known_N) for depth in range(num_depths)], dim=1
+    )
+    anchor_A = counted_ND[:, 0].nonzero()[:, 0]
+    return Chains(anchor_A, counted_ND[anchor_A, 1:].sum(1))
+
+
+def sample_chains(batch: PackedBatch, recipe: ChainRecipe, seeds: Sequence[tuple[int, ...]]) -> Chains:
+    """Draws a chain length for every supervised anchor: P(length >= d) = max(r ** d, r_min), cut at its answer's end.
+
+    Args:
+        batch: packed documents.
+        recipe: depths and shares.
+        seeds: one tuple of non-negative integers a document, for example (seed, epoch, row). A document's
+            draws depend on nothing else, so neither packing nor the number of ranks changes them.
+
+    Raises:
+        ValueError: not one seed a document.
+    """
+    if len(seeds) != len(batch.doc_lengths):
+        raise ValueError(f"seeds: {len(seeds)} for {len(batch.doc_lengths)} documents")
+    chains = supervised_chains(batch, recipe.num_depths)
+    draws = [np.random.default_rng(list(seed)).random(rows) for seed, rows in zip(seeds, batch.doc_rows, strict=True)]
+    draw_A = torch.from_numpy(np.concatenate(draws)).to(batch.device)[chains.anchor_A]
+    shares = [max(recipe.keep_ratio**depth, recipe.keep_floor) for depth in range(1, recipe.num_depths)]
+    length_A = (draw_A[:, None] < draw_A.new_tensor(shares)).sum(1)
+    return Chains(chains.anchor_A, torch.minimum(length_A, chains.length_A))
+
+
+def cut_parts(chains: Chains, rows_per_part: int) -> list[slice]:
+    """Cuts the anchors into consecutive parts of at most `rows_per_part` elements (depth 0 and chain rows).
+
+    Raises:
+        ValueError: one anchor alone has more elements than a part may have.
+    """
+    sizes = (chains.length_A + 1).tolist()
+    if sizes and max(sizes) > rows_per_part:
+        raise ValueError(f"rows_per_part: {rows_per_part} is less than one anchor's {max(sizes)} elements")
+    parts = []
+    begin = filled = 0
+    for index, size in enumerate(sizes):
+        if filled + size > rows_per_part:
+            parts.append(slice(begin, index))
+            begin, filled = index, 0
+        filled += size
+    return [*parts, slice(begin, len(sizes))] if sizes else []

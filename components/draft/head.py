@@ -1,0 +1,285 @@
+"""The P-EAGLE draft head; its parameter names are those of vLLM's plain layout (vllm/.../llama_eagle3.py).
+
+Legend: N depth-0 rows, R rows of any kind, H hidden size, T target hidden size, A aux layers, V target
+vocabulary, U draft vocabulary, Q query heads, G key heads, D head dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+
+from components.draft.embedding import TrainedRowsEmbedding
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Shape of a head and the facts about its target that the server must repeat."""
+
+    hidden_size: int
+    target_hidden_size: int
+    aux_layers: tuple[int, ...]
+    """Ids i of the residual streams *entering* target decoder layer i."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    """As in the target's config: rope_type, rope_theta and whatever its scaling needs."""
+
+    max_position_embeddings: int
+    mask_token_id: int
+    """Input token of every depth above 0; no text may use it."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads: {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size: {self.draft_vocab_size} is not in [1, {self.vocab_size}]")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id: {self.mask_token_id} is not in [0, {self.vocab_size})")
+        if not self.aux_layers or self.num_layers < 1:
+            raise ValueError("aux_layers, num_layers: a head needs at least one of each")
+
+    @property
+    def num_aux_layers(self) -> int:
+        return len(self.aux_layers)
+
+    @classmethod
+    def from_target(
+        cls,
+        target: PretrainedConfig,
+        *,
+        aux_layers: tuple[int, ...],
+        num_layers: int,
+        draft_vocab_size: int,
+        mask_token_id: int,
+    ) -> "HeadConfig":
+        """A head of the target's own width, heads and rotary settings."""
+        return cls(
+            hidden_size=target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            aux_layers=tuple(aux_layers),
+            num_layers=num_layers,
+            num_heads=target.num_attention_heads,
+            num_kv_heads=target.num_key_value_heads,
+            head_dim=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
+            intermediate_size=target.intermediate_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            rms_norm_eps=target.rms_norm_eps,
+            rope_parameters=dict(target.rope_parameters),
+            max_position_embeddings=target.max_position_embeddings,
+            mask_token_id=mask_token_id,
+        )
+
+    def to_llama(self) -> LlamaConfig:
+        """The Llama config of the head's decoder layers."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            rms_norm_eps=self.rms_norm_eps,
+            rope_parameters=dict(self.rope_parameters),
+            max_position_embeddings=self.max_position_embeddings,
+            tie_word_embeddings=False,
+        )
+
+
+class DraftAttention(nn.Module):
+    """Projections of one layer; layer 0 reads [embedding ; feature], twice the width."""
+
+    def __init__(self, config: HeadConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(input_size, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def project(self, x_RX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [R, Q, D], k [R, G, D] and v [R, G, D], not yet turned by the rotary embedding."""
+        q, k, v = (proj(x_RX).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v
+
+
+class DraftMLP(nn.Module):
+    """Gated SiLU, as in Llama."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_RH: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_RH)) * self.up_proj(x_RH))
+
+
+class DraftLayer(nn.Module):
+    """A Llama decoder layer; layer 0 also norms the feature half of its input (`hidden_norm`)."""
+
+    def __init__(self, config: HeadConfig, index: int) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.input_layernorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        if index == 0:
+            self.hidden_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.self_attn = DraftAttention(config, 2 * width if index == 0 else width)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.mlp = DraftMLP(config)
+
+    def finish(self, attended_RQD: Tensor, residual_RH: Tensor) -> Tensor:
+        """Output projection and MLP, each added to the residual stream."""
+        residual_RH = residual_RH + self.self_attn.o_proj(attended_RQD.flatten(1))
+        return residual_RH + self.mlp(self.post_attention_layernorm(residual_RH))
+
+
+class DraftHead(nn.Module):
+    """Parameters and buffers of a head; `components.draft.passes` computes with them.
+
+    `state_dict()` has exactly the tensors of vLLM's plain layout. `d2t` [U] holds target id - draft id and
+    `t2d` [V] is True where a target id can be drafted; neither exists when the draft vocabulary is the whole one.
+    """
+
+    def __init__(self, config: HeadConfig, draft_vocab_U: Tensor | None = None) -> None:
+        """Random parameters.
+
+        Args:
+            config: shape of the head.
+            draft_vocab_U: [U] distinct target ids, in draft id order; needed when U < V.
+
+        Raises:
+            ValueError: `draft_vocab_U` is missing, not needed, or not U distinct ids below V.
+        """
+        super().__init__()
+        self.config = config
+        aux_size = config.num_aux_layers * config.target_hidden_size
+        self.embed_tokens = TrainedRowsEmbedding(config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(aux_size, config.hidden_size, bias=False)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, aux_size))
+        self.layers = nn.ModuleList(DraftLayer(config, index) for index in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(config.to_llama())
+        self._register_vocabulary(draft_vocab_U)
+
+    @property
+    def target_ids_U(self) -> Tensor:
+        """[U] the target id of each draft id."""
+        ids_U = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
+        return ids_U if self.d2t is None else ids_U + self.d2t
+
+    def draft_ids(self, target_ids: Tensor) -> Tensor:
+        """The draft id of each target id, -1 for ids outside the draft vocabulary; any shape."""
+        table_V = torch.full((self.config.vocab_size,), -1, device=target_ids.device)
+        table_V[self.target_ids_U] = torch.arange(self.config.draft_vocab_size, device=target_ids.device)
+        return table_V[target_ids]
+
+    def rope(self, position_R: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [R, 1, D] each, at least fp32."""
+        dtype = torch.promote_types(self.fc.weight.dtype, torch.float32)
+        cos_RD, sin_RD = self.rotary(position_R.new_empty((), dtype=dtype), position_R)
+        return cos_RD[:, None], sin_RD[:, None]
+
+    def layer_inputs(self, next_ids_N: Tensor, aux_NX: Tensor) -> tuple[Tensor, Tensor]:
+        """Layer 0's input [N, 2H] and the residual stream [N, H] it starts from (the un-normed fc output)."""
+        first = self.layers[0]
+        # Under autocast fc answers in bf16; the residual stream stays in the parameters' dtype.
+        residual_NH = self.fc(aux_NX).to(self.fc.weight.dtype)
+        embed_NH = first.input_layernorm(self.embed_tokens(next_ids_N))
+        return torch.cat([embed_NH, first.hidden_norm(residual_NH)], dim=-1), residual_NH
+
+    @torch.no_grad()
+    def init_from_target(
+        self, embed_VH: Tensor, lm_head_VH: Tensor, norm_H: Tensor, feature_rms_A: Tensor, seed: int = 0
+    ) -> None:
+        """Starts from the target: its embeddings, its final norm and the draft vocabulary's rows of its lm_head.
+
+        fc and mask_hidden are random at the scale of typical features, so that fc's output is of order 1.
+
+        Args:
+            embed_VH: [V, H] the target's input embeddings.
+            lm_head_VH: [V, H] the target's output embeddings (the same tensor when tied).
+            norm_H: [H] weight of the target's final norm.
+            feature_rms_A: [A] typical root mean square of each aux layer's rows (`median_feature_rms`).
+            seed: of the random parameters.
+
+        Raises:
+            ValueError: the head is not as wide as its target, so that nothing can be copied.
+        """
+        config = self.config
+        if config.hidden_size != config.target_hidden_size:
+            raise ValueError(f"hidden_size: must equal the target's {config.target_hidden_size} to copy its rows")
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self.layers:
+            _init_layer(layer, config.num_layers, generator)
+        rms_X = feature_rms_A.float().repeat_interleave(config.target_hidden_size)
+        self.fc.weight.copy_(_scaled_normal(self.fc.weight, generator) / rms_X.to(self.fc.weight.device))
+        noise_X = torch.randn(rms_X.shape, generator=generator)
+        self.mask_hidden.copy_(noise_X.to(rms_X.device) * rms_X)
+        self.embed_tokens.weight.copy_(embed_VH)
+        self.norm.weight.copy_(norm_H)
+        self.lm_head.weight.copy_(lm_head_VH[self.target_ids_U.to(lm_head_VH.device)])
+
+    def _register_vocabulary(self, draft_vocab_U: Tensor | None) -> None:
+        size, vocab_size = self.config.draft_vocab_size, self.config.vocab_size
+        self.d2t: Tensor | None
+        self.t2d: Tensor | None
+        if size == vocab_size:
+            if draft_vocab_U is not None and not torch.equal(draft_vocab_U.cpu(), torch.arange(size)):
+                raise ValueError("draft_vocab_U: a head with the whole vocabulary has no map")
+            self.d2t = self.t2d = None
+            return
+        if draft_vocab_U is None:
+            raise ValueError(f"draft_vocab_U: needed, {size} of {vocab_size} ids can be drafted")
+        if draft_vocab_U.shape != (size,) or draft_vocab_U.unique().numel() != size:
+            raise ValueError(f"draft_vocab_U: expected {size} distinct ids, got shape {tuple(draft_vocab_U.shape)}")
+        if draft_vocab_U.min() < 0 or draft_vocab_U.max() >= vocab_size:
+            raise ValueError(f"draft_vocab_U: ids must lie in [0, {vocab_size})")
+        can_draft_V = torch.zeros(vocab_size, dtype=torch.bool)
+        can_draft_V[draft_vocab_U.long()] = True
+        self.register_buffer("d2t", draft_vocab_U.long() - torch.arange(size))
+        self.register_buffer("t2d", can_draft_V)
+
+
+def rotate(x_RHD: Tensor, cos_R1D: Tensor, sin_R1D: Tensor) -> Tensor:
+    """Rotary embedding in the half-split layout (vLLM's `is_neox_style`), rounded once to the input's dtype."""
+    return (x_RHD * cos_R1D + rotate_half(x_RHD) * sin_R1D).to(x_RHD.dtype)
+
+
+def median_feature_rms(aux_NX: Tensor, num_aux_layers: int) -> Tensor:
+    """[A] median over tokens of the root mean square of each aux layer's row.
+
+    The median, because the first token's features are hundreds of times larger than the others.
+    """
+    rms_NA = aux_NX.float().unflatten(-1, (num_aux_layers, -1)).pow(2).mean(-1).sqrt()
+    return rms_NA.median(dim=0).values
+
+
+def _init_layer(layer: DraftLayer, num_layers: int, generator: torch.Generator) -> None:
+    """Unit-variance products; what is added to the residual stream shrinks with the number of additions."""
+    for name, weight in layer.named_parameters():
+        if weight.dim() == 1:
+            weight.fill_(1.0)
+            continue
+        shrink = (2 * num_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+        weight.copy_(_scaled_normal(weight, generator) * shrink)
+
+
+def _scaled_normal(weight_OI: Tensor, generator: torch.Generator) -> Tensor:
+    noise_OI = torch.randn(weight_OI.shape, generator=generator)
+    return (noise_OI * weight_OI.shape[1] ** -0.5).to(weight_OI.device)

@@ -1,0 +1,203 @@
+"""Distillation losses over the draft vocabulary, chunked over rows, with gradients formed in the forward.
+
+Legend: R rows with a loss, P teacher positions, H head width, T target width, U draft vocabulary, C rows of a
+chunk, B rows of a block.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LossKind = Literal["kl", "cross_entropy"]
+
+# Logits exist for this many rows at once, and softmax works on blocks small enough for a core's cache.
+CHUNK_ROWS = 512
+BLOCK_ELEMENTS = 1 << 19
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's output layer, cut to the draft vocabulary."""
+
+    norm_T: Tensor
+    """[T] weight of the target's final RMS norm."""
+
+    norm_eps: float
+    lm_head_UT: Tensor
+    """[U, T] rows of the target's lm_head, in draft id order."""
+
+    def normed(self, last_hidden_PT: Tensor) -> Tensor:
+        """The final norm in at least fp32; `last_hidden` must not have been through it yet."""
+        dtype = torch.promote_types(self.norm_T.dtype, torch.float32)
+        return F.rms_norm(last_hidden_PT.to(dtype), self.norm_T.shape, self.norm_T.to(dtype), self.norm_eps)
+
+
+class LossRows(NamedTuple):
+    """Sum of the losses (with its graph) and one value per row (without)."""
+
+    loss_sum: Tensor
+    loss_R: Tensor
+    hit_R: Tensor
+    """True where the head's best draft is the recorded next token."""
+
+
+def distillation_loss(
+    hidden_RH: Tensor,
+    lm_head_UH: Tensor,
+    teacher: Teacher,
+    last_hidden_PT: Tensor,
+    position_R: Tensor,
+    target_R: Tensor,
+    *,
+    kind: LossKind = "kl",
+    product_dtype: torch.dtype | None = None,
+    chunk_rows: int = CHUNK_ROWS,
+) -> LossRows:
+    """Sum over rows of KL(teacher || head) or of the cross entropy with the recorded token.
+
+    Both softmaxes are over the draft vocabulary and in fp32 (fp64 for fp64 inputs): the teacher is renormalised
+    over it (design.md, section 5). A teacher position that several rows share is computed once a chunk. A row
+    whose recorded token cannot be drafted (`target_R` = -1) is never a hit; its KL counts like any other, its
+    cross entropy is 0.
+
+    Args:
+        hidden_RH: [R, H] the head's rows after its final norm.
+        lm_head_UH: [U, H] the head's output rows.
+        teacher: the target's output layer.
+        last_hidden_PT: [P, T] target states before its final norm.
+        position_R: [R] which of the P states teaches each row.
+        target_R: [R] draft id of the recorded token, -1 when it has none.
+        kind: "kl" or "cross_entropy".
+        product_dtype: dtype of the factors of matrix products (bf16); their sums are fp32. Default: as given.
+        chunk_rows: rows whose logits exist at once.
+
+    Returns:
+        The sum, whose gradients for `hidden_RH` and `lm_head_UH` are already formed, and per-row values.
+    """
+    order_R = position_R.argsort(stable=True)
+    loss_sum, loss_R, hit_R = _Distillation.apply(
+        hidden_RH[order_R], lm_head_UH, teacher, last_hidden_PT, position_R[order_R], target_R[order_R],
+        kind, product_dtype or hidden_RH.dtype, chunk_rows,
+    )  # fmt: skip
+    return LossRows(loss_sum, torch.empty_like(loss_R).scatter_(0, order_R, loss_R), hit_R[order_R.argsort()])
+
+
+def head_logits(hidden_RH: Tensor, lm_head_UH: Tensor, product_dtype: torch.dtype | None = None) -> Tensor:
+    """[R, U] logits in at least fp32, with the same products as the loss; no gradient."""
+    dtype = product_dtype or hidden_RH.dtype
+    return _product(hidden_RH.detach().to(dtype), lm_head_UH.detach().to(dtype).T)
+
+
+class _Distillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RH: Tensor,
+        lm_head_UH: Tensor,
+        teacher: Teacher,
+        last_hidden_PT: Tensor,
+        position_R: Tensor,
+        target_R: Tensor,
+        kind: LossKind,
+        dtype: torch.dtype,
+        chunk_rows: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wants_grad = any(ctx.needs_input_grad[:2])
+        head_UH = lm_head_UH.to(dtype)
+        teacher_UT = teacher.lm_head_UT.to(dtype) if kind == "kl" else None
+        loss_R = hidden_RH.new_empty(len(hidden_RH), dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
+        hit_R = torch.empty_like(loss_R, dtype=torch.bool)
+        dhidden_RH = torch.empty_like(hidden_RH) if wants_grad else None
+        dhead_UH = torch.zeros_like(lm_head_UH) if wants_grad else None
+        with torch.autocast(hidden_RH.device.type, enabled=False):
+            for begin in range(0, len(hidden_RH), chunk_rows):
+                rows = slice(begin, begin + chunk_rows)
+                hidden_CH = hidden_RH[rows].to(dtype)
+                logits_CU = _product(hidden_CH, head_UH.T)
+                if teacher_UT is not None:
+                    positions, teacher_C = position_R[rows].unique_consecutive(return_inverse=True)
+                    normed_PT = teacher.normed(last_hidden_PT[positions]).to(dtype)
+                    soft = _SoftTargets(_product(normed_PT, teacher_UT.T), teacher_C)
+                else:
+                    soft = None
+                dlogits_CU = _rows_loss(logits_CU, target_R[rows], soft, loss_R[rows], hit_R[rows], dtype)
+                del logits_CU, soft
+                if dhidden_RH is not None and dhead_UH is not None:
+                    dhidden_RH[rows] = dlogits_CU @ head_UH
+                    dhead_UH += dlogits_CU.T @ hidden_CH
+        if dhidden_RH is not None and dhead_UH is not None:
+            ctx.save_for_backward(dhidden_RH, dhead_UH)
+        ctx.mark_non_differentiable(loss_R, hit_R)
+        return loss_R.sum(), loss_R, hit_R
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden_RH, dhead_UH = ctx.saved_tensors
+        grad = grads[0]
+        return dhidden_RH * grad, dhead_UH * grad, None, None, None, None, None, None, None
+
+
+class _SoftTargets(NamedTuple):
+    logits_PU: Tensor
+    teacher_C: Tensor
+
+
+def _rows_loss(
+    logits_CU: Tensor,
+    target_C: Tensor,
+    soft: _SoftTargets | None,
+    loss_C: Tensor,
+    hit_C: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Fills the rows' losses and hits, block by block, and returns the gradient of the logits [C, U]."""
+    num_rows, vocab = logits_CU.shape
+    dlogits_CU = logits_CU.new_empty(num_rows, vocab, dtype=dtype)
+    block = max(1, BLOCK_ELEMENTS // vocab)
+    for rows in _blocks(num_rows, block):
+        logits_BU, target_B1 = logits_CU[rows], target_C[rows, None]
+        true_B = logits_BU.gather(1, target_B1.clamp(min=0))[:, 0]
+        has_target_B = target_B1[:, 0] >= 0
+        hit_C[rows] = has_target_B & (true_B >= logits_BU.amax(1))
+        log_q_BU = logits_BU.log_softmax(1)
+        if soft is None:
+            loss_C[rows] = torch.where(has_target_B, -log_q_BU.gather(1, target_B1.clamp(min=0))[:, 0], 0.0)
+            grad_BU = log_q_BU.exp_().scatter_add_(1, target_B1.clamp(min=0), -torch.ones_like(true_B)[:, None])
+            dlogits_CU[rows] = grad_BU.mul_(has_target_B[:, None])
+        else:
+            log_p_BU = soft.logits_PU[soft.teacher_C[rows]].log_softmax(1)
+            p_BU = log_p_BU.exp()
+            loss_C[rows] = log_p_BU.sub_(log_q_BU).mul_(p_BU).sum(1)
+            dlogits_CU[rows] = log_q_BU.exp_().sub_(p_BU)
+    return dlogits_CU
+
+
+def _blocks(num_rows: int, block: int) -> Iterator[slice]:
+    return (slice(begin, min(begin + block, num_rows)) for begin in range(0, num_rows, block))
+
+
+def _product(a_XH: Tensor, b_HY: Tensor) -> Tensor:
+    """a @ b, summed and returned in at least fp32 (a bf16 result would round logits of 20 by 0.06)."""
+    if a_XH.dtype in (torch.float32, torch.float64):
+        return a_XH @ b_HY
+    if a_XH.is_cuda:
+        return torch.mm(a_XH, b_HY, out_dtype=torch.float32)
+    with _bf16_factors():
+        return a_XH.float() @ b_HY.float()
+
+
+@contextmanager
+def _bf16_factors() -> Iterator[None]:
+    """Lets oneDNN round fp32 factors to bf16 (here they are bf16 already) and keep the fp32 sums."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
