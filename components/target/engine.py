@@ -46,7 +46,7 @@ def engine_env(resources: StageResources, in_process: bool = False) -> dict[str,
         in_process: Keep an offline `vllm.LLM` inside its actor, so that nothing outlives the actor. Engines with
             an asynchronous front (serving) run in a process of their own and cannot.
     """
-    ours = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    ours = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if in_process:
         ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if not has_gpu(resources):
