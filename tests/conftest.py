@@ -120,7 +120,11 @@ def project_environment() -> dict[str, str]:
 
 
 def server_environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
 
 
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:

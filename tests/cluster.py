@@ -1,0 +1,95 @@
+"""A real Ray head with its dashboard for tests, on free loopback ports, ended with all its processes."""
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+LOGICAL_CPUS = 8  # Ray Data needs more to move than a small machine has cores
+START_TIMEOUT_S = 120.0
+MARK_VARIABLE = "AERIE_TEST_CLUSTER"
+
+
+@dataclass(frozen=True)
+class RayHead:
+    address: str
+    """host:port for `ray.init` and RAY_ADDRESS."""
+    dashboard_url: str
+    environment: dict[str, str]
+    """What a client process of this cluster (a driver, `ray job submit`) needs."""
+
+
+@contextmanager
+def run_ray_head(folder: Path, port: int, dashboard_port: int) -> Iterator[RayHead]:
+    """A head that runs in the project's root until the block ends; nothing of it is left behind."""
+    mark = uuid.uuid4().hex
+    environment = os.environ | {
+        MARK_VARIABLE: mark,
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # every port on loopback
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "AERIE_ROOT": str(ROOT),
+    }
+    command = [str(BIN / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
+    command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", f"--num-cpus={LOGICAL_CPUS}"]
+    command += ["--dashboard-agent-listen-port=0", "--object-store-memory=400000000", "--include-dashboard=true"]
+    log_path = folder / "ray.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    head = RayHead(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}", _client_environment(port, dashboard_port))
+    try:
+        _wait(process, head, log_path)
+        yield head
+    finally:
+        _end(process, mark)
+
+
+def _client_environment(port: int, dashboard_port: int) -> dict[str, str]:
+    return {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_ADDRESS": f"127.0.0.1:{port}",
+        "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard_port}",
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+def _wait(process: subprocess.Popen[bytes], head: RayHead, log_path: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(f"{head.dashboard_url}/api/version", timeout=2).is_success:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.3)
+    raise RuntimeError(f"the Ray head did not start:\n{log_path.read_text()[-4000:]}")
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    left = [p for p in psutil.process_iter() if _mark_of(p) == mark]
+    for p in left:
+        p.kill()
+    psutil.wait_procs(left, timeout=10)
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(MARK_VARIABLE)
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return None
