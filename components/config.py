@@ -23,7 +23,7 @@ class ConfigError(Exception):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -250,7 +250,7 @@ def load_settings(config: Path | None, cluster: Path | None = None, overrides: l
 
 def _read_yaml(flag: str, path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(), _UniqueKeys)
     except OSError as error:
         raise ConfigError(flag, f"cannot read {path} ({error.strerror})", "name an existing YAML file") from None
     except yaml.YAMLError as error:
@@ -260,6 +260,20 @@ def _read_yaml(flag: str, path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(flag, f"{path} holds a {type(tree).__name__}", "write a mapping of sections")
     return tree
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML lets the second of two equal keys win in silence; a section written twice would lose its first half."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key_node.value} appears twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
 
 
 def _parse_override(override: str) -> dict[str, Any]:

@@ -85,8 +85,11 @@ class Lease:
             if _read(self._location).get("owner") == holder["owner"]:
                 self._location.delete()
             right.delete()
-        else:
-            time.sleep(0.05)
+            return
+        rival = _read(right)
+        if rival and _is_dead(rival, self._ttl_s):
+            right.delete()  # it was killed in the middle of its takeover
+        time.sleep(0.05)
 
     def _beat(self) -> None:
         while not self._stop.wait(self._ttl_s / 4):

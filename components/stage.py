@@ -70,6 +70,10 @@ def check_rows(account: RowAccount, max_dropped_fraction: float, stage: str) -> 
         )
 
 
+class InputChanged(Exception):
+    """What a stage depends on (a user's file, the champion) changed while it ran: its output belongs to neither."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a stage's function says of its output."""
@@ -126,19 +130,29 @@ class Stage:
     version: int = 1
     """Raise it when the output's format or meaning changes."""
     extra: Callable[[], Mapping[str, Any]] = dict
-    """Other identities, looked up when the stage's turn comes: sha256 of user files, vLLM and device, the champion."""
+    """Other identities, looked up when the stage's turn comes: sha256 of user files, vLLM and device."""
+    extra_for: Callable[[Mapping[str, Artifact]], Mapping[str, Any]] = lambda inputs: {}
+    """The same where they depend on what the stage reads: the champion that this very head is compared with."""
     plan: Callable[[Mapping[str, Artifact]], str] = lambda inputs: ""
     """One line for `--plan`: rows, tokens, bytes and time expected."""
 
-    def fingerprint(self, artifacts: Mapping[str, Artifact]) -> str:
-        identity = {
+    def identity(self, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
+        """All that the output depends on."""
+        inputs = {name: artifacts[name] for name in self.inputs}
+        return {
             "name": self.name,
             "version": self.version,
             "config": dict(self.config),
-            "inputs": {name: artifacts[name].digest for name in self.inputs},
-            "extra": dict(self.extra()),
+            "inputs": {name: artifact.digest for name, artifact in inputs.items()},
+            "extra": {**self.extra(), **self.extra_for(inputs)},
         }
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+    def fingerprint(self, artifacts: Mapping[str, Artifact]) -> str:
+        return fingerprint_of(self.identity(artifacts))
+
+
+def fingerprint_of(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def find_artifact(stage: Stage, artifacts: Mapping[str, Artifact], storage: Location) -> Artifact | None:
@@ -166,8 +180,11 @@ def run_stage(
 
     Raises:
         LeaseHeld: another live run is writing this output.
+        LeaseLost: it was taken over by another run meanwhile.
+        InputChanged: what the stage depends on is no longer what it was at its start.
     """
-    fingerprint = stage.fingerprint(artifacts)
+    identity = stage.identity(artifacts)
+    fingerprint = fingerprint_of(identity)
     location = storage.join(stage.name, fingerprint)
     found = read_artifact(stage.name, location)
     if found is not None and not force:
@@ -182,7 +199,8 @@ def run_stage(
         inputs = {name: artifacts[name] for name in stage.inputs}
         outcome = stage.run(inputs, Output(stage.name, location, fingerprint, report))
         lease.check()
-        manifest = _manifest(stage, fingerprint, inputs, location, outcome, time.monotonic() - started)
+        _discard_if_changed(stage, identity, artifacts, location)
+        manifest = _manifest(identity, fingerprint, inputs, location, outcome, time.monotonic() - started)
         location.join(MANIFEST).write_bytes(json.dumps(manifest, indent=1, sort_keys=True).encode())
     return Artifact(stage.name, location, fingerprint, manifest), True
 
@@ -194,8 +212,20 @@ def _clear(location: Location) -> None:
             location.join(name).delete()
 
 
+def _discard_if_changed(
+    stage: Stage, identity: Mapping[str, Any], artifacts: Mapping[str, Artifact], location: Location
+) -> None:
+    before, after = identity["extra"], stage.identity(artifacts)["extra"]
+    changed = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    if changed:
+        _clear(location)
+        raise InputChanged(
+            f"{stage.name}: {', '.join(changed)} changed while the stage ran, so its output was discarded; repeat the command"
+        )
+
+
 def _manifest(
-    stage: Stage,
+    identity: Mapping[str, Any],
     fingerprint: str,
     inputs: Mapping[str, Artifact],
     location: Location,
@@ -208,11 +238,11 @@ def _manifest(
         if not _is_private(name)
     }
     return {
-        "stage": stage.name,
+        "stage": identity["name"],
         "fingerprint": fingerprint,
-        "version": stage.version,
-        "config": dict(stage.config),
-        "extra": dict(stage.extra()),
+        "version": identity["version"],
+        "config": identity["config"],
+        "extra": identity["extra"],
         "inputs": {name: {"fingerprint": a.fingerprint, "digest": a.digest} for name, a in inputs.items()},
         "files": files,
         "bytes": sum(entry["bytes"] for entry in files.values()),

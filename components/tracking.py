@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from components.config import ConfigError
 log = logging.getLogger("aerie")
 
 RUN_KEY_TAG = "aerie.run_key"
+METRICS_PER_CALL = 1000  # MLflow takes no more
 PARAM_VALUE_LIMIT = 500  # characters; longer values go into an artifact
 
 
@@ -65,12 +66,23 @@ class Tracker:
 
     def log_metrics(self, figures: Mapping[str, float | None], step: int = 0) -> None:
         """Log the finite figures; a missing or non-finite one is named in the log instead (it would win every "best")."""
-        finite = {name: float(v) for name, v in figures.items() if v is not None and math.isfinite(v)}
-        for name in figures.keys() - finite.keys():
-            log.info("%s is %s: not logged to MLflow", name, figures[name])
-        metrics = [Metric(name, value, _now_ms(), step) for name, value in finite.items()]
+        metrics = [Metric(name, value, _now_ms(), step) for name, value in _finite(figures).items()]
         if metrics:
             self.client.log_batch(self.run_id, metrics=metrics)
+
+    def log_curves(self, rows: Iterable[tuple[int, Mapping[str, float | None]]]) -> None:
+        """Log `(step, figures)` rows; points that are there already, from the live run or an earlier try, are left out."""
+        there: dict[str, set[tuple[int, float]]] = {}
+        metrics = []
+        for step, figures in rows:
+            for name, value in _finite(figures).items():
+                if name not in there:
+                    history = self.client.get_metric_history(self.run_id, name)
+                    there[name] = {(m.step, m.value) for m in history}
+                if (step, value) not in there[name]:
+                    metrics.append(Metric(name, value, _now_ms(), step))
+        for start in range(0, len(metrics), METRICS_PER_CALL):
+            self.client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_CALL])
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         rows = [Param(name, str(value)[:PARAM_VALUE_LIMIT]) for name, value in flatten(params).items()]
@@ -88,9 +100,13 @@ class Tracker:
             self.client.log_artifact(self.run_id, str(path), folder)
 
     def finish(self, status: str) -> None:
-        """`FINISHED` or `FAILED`; nothing when no run was made."""
-        if self._run_id is not None:
-            self.client.set_terminated(self._run_id, status)
+        """Close the run as `FINISHED` or `FAILED` if it is open; never raises for MLflow's sake."""
+        try:
+            for run in self._runs():
+                if run.info.status == "RUNNING":
+                    self.client.set_terminated(run.info.run_id, status)
+        except (MlflowException, OSError) as error:
+            log.warning("MLflow did not take the run's end (%s): %s", status, error)
 
     def _experiment_id(self) -> str:
         found = self.client.get_experiment_by_name(self.experiment)
@@ -102,18 +118,35 @@ class Tracker:
             return self.client.get_experiment_by_name(self.experiment).experiment_id
 
     def _find(self) -> Run | None:
-        runs = self.client.search_runs(
-            [self._experiment_id()], f"tags.`{RUN_KEY_TAG}` = '{self.run_key}'", max_results=1
-        )
+        runs = self._runs()
         if not runs:
             return None
         self.client.update_run(runs[0].info.run_id, status="RUNNING")
         return runs[0]
 
     def _create(self) -> Run:
-        return self.client.create_run(
+        mine = self.client.create_run(
             self._experiment_id(), tags={RUN_KEY_TAG: self.run_key}, run_name=f"aerie-{self.run_key[:8]}"
         )
+        first = self._runs()[0]
+        if first.info.run_id != mine.info.run_id:  # another process of this run was first
+            self.client.delete_run(mine.info.run_id)
+        return first
+
+    def _runs(self) -> list[Run]:
+        """The runs of this key, oldest first: one, but for a moment when several processes make it at once."""
+        return self.client.search_runs(
+            [self._experiment_id()],
+            f"tags.`{RUN_KEY_TAG}` = '{self.run_key}'",
+            order_by=["attributes.start_time ASC", "attributes.run_id ASC"],
+        )
+
+
+def _finite(figures: Mapping[str, float | None]) -> dict[str, float]:
+    finite = {name: float(v) for name, v in figures.items() if v is not None and math.isfinite(v)}
+    for name in figures.keys() - finite.keys():
+        log.info("%s is %s: not logged to MLflow", name, figures[name])
+    return finite
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

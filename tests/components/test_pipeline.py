@@ -1,0 +1,160 @@
+"""A list of stages: the second run is a no-op, a changed setting reruns what depends on it, wrong selections say so."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from components.config import ConfigError, Settings, load_settings
+from components.pipeline import Pipeline, Selection, check_disk, run_key
+from components.stage import Artifact, Outcome, Output, Stage
+from components.storage import Location
+from components.tracking import Tracker
+from tests.conftest import project_environment
+
+NOWHERE = "http://127.0.0.1:9"
+
+PIPELINE_FILE = """
+from components.stage import Outcome, Stage
+from pipelines.cli import guarded, pipeline_app
+
+def run(inputs, output):
+    output.join("file").write_bytes(b"1")
+    return Outcome()
+
+guarded(pipeline_app("A pipeline.", lambda settings: [
+    Stage("one", run, {}, plan=lambda inputs: "one file"), Stage("two", run, {}, inputs=("one",)),
+]))
+"""
+
+
+def chain(settings: Settings) -> Sequence[Stage]:
+    """answers -> head -> report, and answers -> words, each with one setting of its own."""
+
+    def write(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        texts = [artifact.join("file").read_bytes() for artifact in inputs.values()]
+        output.join("file").write_bytes(output.fingerprint.encode() + b"".join(texts))
+        return Outcome()
+
+    return [
+        Stage("answers", write, {"max_new_tokens": settings.data.max_new_tokens}),
+        Stage("words", write, {"vocab_size": settings.draft.vocab_size}, ("answers",)),
+        Stage("head", write, {"epochs": settings.train.epochs}, ("answers",)),
+        Stage("report", write, {"name": settings.publish.name}, ("head",)),
+    ]
+
+
+def make(folder: Path, *overrides: str) -> Pipeline:
+    settings = load_settings(None, None, [*overrides, f"mlflow.tracking_uri={NOWHERE}"])
+    tracker = Tracker(settings.mlflow.tracking_uri, "test", run_key(settings))
+    return Pipeline(chain(settings), settings, Location(str(folder)), tracker)
+
+
+def run(folder: Path, *overrides: str, selection: Selection = Selection()) -> list[str]:
+    pipeline = make(folder, *overrides)
+    pipeline.run(selection)
+    return pipeline.made
+
+
+def test_the_second_run_makes_nothing_and_connects_to_nothing(tmp_path: Path) -> None:
+    assert run(tmp_path) == ["answers", "words", "head", "report"]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    again = make(tmp_path)
+    again.before_first_run = lambda: pytest.fail("connected to Ray for nothing")
+    assert set(again.run(Selection())) == {"answers", "words", "head", "report"}
+    assert again.made == []
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("override", "rerun"),
+    [
+        ("data.max_new_tokens=9", ["answers", "words", "head", "report"]),
+        ("train.epochs=9", ["head", "report"]),
+        ("draft.vocab_size=9", ["words"]),
+        ("publish.name=other", ["report"]),
+    ],
+)
+def test_a_changed_setting_reruns_what_depends_on_it(tmp_path: Path, override: str, rerun: list[str]) -> None:
+    run(tmp_path)
+    assert run(tmp_path, override) == rerun
+    assert run(tmp_path) == []  # and the first outputs are still there
+
+
+def test_force_reruns_the_stage_and_what_reads_other_content(tmp_path: Path) -> None:
+    run(tmp_path)
+    assert run(tmp_path, selection=Selection(forced=("head",))) == ["head"]  # it came out equal
+
+
+def test_until_stops_and_from_demands_what_is_before(tmp_path: Path) -> None:
+    assert run(tmp_path, selection=Selection(last="words")) == ["answers", "words"]
+    with pytest.raises(ConfigError, match="--from: head was never run"):
+        run(tmp_path, selection=Selection(first="report"))
+    assert run(tmp_path, selection=Selection(first="head")) == ["head", "report"]
+
+
+def test_the_plan_names_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
+    run(tmp_path, selection=Selection(last="words"))
+    before = sorted(tmp_path.rglob("*"))
+    assert [row[:2] for row in make(tmp_path).plan(Selection())] == [
+        ("answers", "done"),
+        ("words", "done"),
+        ("head", "run"),
+        ("report", "run"),
+    ]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_run_key_is_what_can_change_a_result() -> None:
+    base = run_key(load_settings(None))
+    assert run_key(load_settings(None, None, ["resources.train.replicas=2", "storage.uri=/x"])) == base
+    assert run_key(load_settings(None, None, ["train.epochs=9"])) != base
+
+
+def test_a_disk_that_is_too_small_is_refused_up_front(tmp_path: Path) -> None:
+    check_disk(Location(str(tmp_path / "new")), 1)
+    with pytest.raises(ConfigError, match=r"storage\.uri: .* GB free"):
+        check_disk(Location(str(tmp_path / "new")), 1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--from", "three"], "error: --from: there is no stage 'three'. Fix: use one of one, two"),
+        (["--until", "three"], "error: --until: there is no stage 'three'. Fix: use one of one, two"),
+        (["--force", "three"], "error: --force: there is no stage 'three'. Fix: use one of one, two"),
+        (["--from", "two", "--until", "one"], "error: --from: two comes after --until one. Fix: swap the two"),
+        (
+            ["--from", "two"],
+            "error: --from: one was never run with these settings. Fix: start at --from one or earlier",
+        ),
+        (["--set", "train.epoch=1"], "error: train.epoch: unknown setting. Fix: did you mean epochs?"),
+        (["--config", "nothing.yaml"], "error: --config: cannot read nothing.yaml (No such file or directory)"),
+    ],
+)
+def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], line: str) -> None:
+    result = command_line(tmp_path, *arguments)
+    assert result.returncode == 2
+    assert line in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_plan_on_the_command_line(tmp_path: Path) -> None:
+    result = command_line(tmp_path, "--plan")
+    assert result.returncode == 0, result.stderr
+    assert "one file" in result.stdout
+    assert not (tmp_path / "storage").exists()
+
+
+def command_line(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "pipeline.py").write_text(PIPELINE_FILE)
+    (folder / "empty.yaml").write_text("")
+    given = ["--config", str(folder / "empty.yaml"), "--set", f"storage.uri={folder}/storage", *arguments]
+    return subprocess.run(
+        [sys.executable, str(folder / "pipeline.py"), *given],
+        capture_output=True,
+        text=True,
+        env=project_environment() | {"COLUMNS": "200"},
+    )

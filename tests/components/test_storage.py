@@ -1,0 +1,92 @@
+"""Whole files, or none: on a folder and on S3, also when the writer is killed midway."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from components.storage import Location
+from tests.conftest import project_environment
+
+WRITE_FOREVER = """
+import sys
+from components.storage import Location
+while True:
+    for letter in b"ab":
+        Location(sys.argv[1]).write_bytes(bytes([letter]) * 8_000_000)
+"""
+
+
+@pytest.fixture(params=["folder", "s3"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
+    if request.param == "folder":
+        return Location(str(tmp_path / "new"))
+    return Location(f"{request.getfixturevalue('s3_bucket')}/new")
+
+
+def test_a_location_that_was_never_written_is_empty(root: Location) -> None:
+    assert not root.exists()
+    assert root.files() == []
+    with pytest.raises(FileNotFoundError):
+        root.join("nothing").read_bytes()
+    root.delete()
+
+
+def test_files_are_read_as_written(root: Location) -> None:
+    root.join("deep", "er", "file.bin").write_bytes(b"abc")
+    root.join("top").write_bytes(b"")
+    assert root.files() == ["deep/er/file.bin", "top"]
+    assert root.join("deep/er/file.bin").read_bytes() == b"abc"
+    assert root.join("deep/er/file.bin").size_bytes() == 3
+    assert root.join("deep/er/file.bin").sha256() == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    root.join("deep/er/file.bin").delete()
+    assert root.files() == ["top"]
+
+
+def test_of_many_creators_one_wins(root: Location) -> None:
+    place, start, won = root.join("once"), threading.Barrier(8), []
+
+    def contend(number: int) -> None:
+        start.wait()
+        if place.create(str(number).encode()):
+            won.append(number)
+
+    threads = [threading.Thread(target=contend, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert place.read_bytes() == str(won[0]).encode()
+
+
+def test_a_killed_writer_leaves_the_old_or_the_new_file(root: Location) -> None:
+    place = root.join("file")
+    place.write_bytes(b"first")
+    for delay_s in (0.0, 0.03, 0.1):
+        writer = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, place.uri], env=project_environment())
+        while place.read_bytes() == b"first":
+            time.sleep(0.02)
+        time.sleep(delay_s)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        content = place.read_bytes()
+        assert content in (b"a" * 8_000_000, b"b" * 8_000_000)
+        assert root.files() == ["file"]  # what the killed writer left beside it is nobody's output
+        place.write_bytes(b"first")
+
+
+def test_fetch_copies_an_s3_folder_and_leaves_a_local_one(root: Location, tmp_path: Path) -> None:
+    root.join("a", "b").write_bytes(b"1")
+    fetched = root.fetch(tmp_path / "cache")
+    assert (fetched / "a" / "b").read_bytes() == b"1"
+    assert (fetched == root.path) if root.is_local else fetched.is_relative_to(tmp_path / "cache")
+
+
+def test_an_s3_location_has_no_path() -> None:
+    with pytest.raises(ValueError, match="not a local path"):
+        _ = Location("s3://bucket/key").path
