@@ -1,0 +1,77 @@
+"""The held-out prompts that every arm answers, as token ids: the same ids on every arm."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from components.storage import Location
+
+COLUMNS = ["prompt_key", "family", "split", "turn", "prompt_ids"]
+
+
+@dataclass(frozen=True)
+class EvaluationPrompt:
+    key: str
+    family: str
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    prompts: tuple[EvaluationPrompt, ...]
+    num_too_long: int
+    """Held-out prompts left out because prompt and answer would not fit the engine."""
+
+
+def select_prompts(responses: Location, num_prompts: int, max_prompt_tokens: int) -> Selection:
+    """Held-out prompts in an order that takes every family in turn; the first n are the same for every n.
+
+    A conversation is asked at its last answered turn, with the recorded answers of the turns before it.
+
+    Args:
+        responses: Output folder of the responses stage.
+        num_prompts: At most this many.
+        max_prompt_tokens: Longer prompts are left out.
+
+    Raises:
+        ValueError: no held-out prompt is left.
+    """
+    last: dict[str, tuple[int, EvaluationPrompt]] = {}
+    for row in read_responses(responses, COLUMNS, split="held_out").to_pylist():
+        key = row["prompt_key"]
+        if key not in last or row["turn"] > last[key][0]:
+            last[key] = (row["turn"], EvaluationPrompt(key, row["family"], tuple(row["prompt_ids"])))
+    prompts = [prompt for _, prompt in last.values()]
+    fitting = [prompt for prompt in prompts if len(prompt.prompt_ids) <= max_prompt_tokens]
+    if not fitting:
+        raise ValueError(
+            f"{len(prompts)} held-out prompts in {responses.uri}, none of at most {max_prompt_tokens} tokens: "
+            "raise target.max_model_len, lower evaluate.max_new_tokens or name other data.held_out_families"
+        )
+    return Selection(tuple(_in_turn(fitting)[:num_prompts]), len(prompts) - len(fitting))
+
+
+def read_responses(responses: Location, columns: Sequence[str], split: str) -> pa.Table:
+    """Columns of the answered turns of one split, in the order of the shards."""
+    shards = [name for name in responses.files() if name.startswith("part-")]
+    tables = [
+        pq.read_table(
+            pa.BufferReader(responses.join(name).read_bytes()), columns=list(columns), filters=[("split", "=", split)]
+        )
+        for name in shards
+    ]
+    return pa.concat_tables(tables) if tables else pa.table({name: [] for name in columns})
+
+
+def _in_turn(prompts: Sequence[EvaluationPrompt]) -> list[EvaluationPrompt]:
+    """One prompt of each family after another, each family's by hash (file order often groups what is alike)."""
+    families: dict[str, list[EvaluationPrompt]] = defaultdict(list)
+    for prompt in sorted(prompts, key=lambda p: hashlib.sha256(p.key.encode()).hexdigest()):
+        families[prompt.family].append(prompt)
+    columns = [families[name] for name in sorted(families)]
+    return [prompt for row in zip_longest(*columns) for prompt in row if prompt is not None]
