@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,19 @@ def resolve_target(model: str, revision: str | None, output_dir: Path) -> Resolv
     return _describe(model, path, hashlib.sha256(f"{model}@{commit}".encode()).hexdigest(), commit)
 
 
+def target_identity(model: str, revision: str | None) -> str:
+    """What a target is right now, without converting or downloading its weights: a digest, or a commit.
+
+    Raises:
+        ConfigError: at `target.model` or `target.revision`, with a fix.
+    """
+    if model.startswith(BUNDLED_PREFIX):
+        return bundled_digest(model)
+    if Path(model).is_dir():
+        return folder_digest(Path(model))
+    return _snapshot(_hub_id(model), revision, ["config.json"]).name
+
+
 def bundled_digest(model: str) -> str:
     """Digest of a bundled target, known without converting it."""
     identity = get_bundle(model.removeprefix(BUNDLED_PREFIX)).identity
@@ -96,10 +110,17 @@ def folder_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     files = {file for pattern in DOWNLOADED for file in folder.glob(pattern) if file.is_file()}
     for file in sorted(files):
-        with file.open("rb") as stream:
-            content = hashlib.file_digest(stream, "sha256").hexdigest()
+        state = file.stat()
+        content = _file_sha256(file, state.st_size, state.st_mtime_ns)
         digest.update(f"{file.name}\0{content}\n".encode())
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=256)
+def _file_sha256(file: Path, size: int, mtime_ns: int) -> str:
+    """A run asks several times; a file of many gigabytes is read once as long as its size and time stay."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _refuse_revision(model: str, revision: str | None) -> None:
@@ -122,13 +143,17 @@ def _require_safetensors(model: str, folder: Path) -> None:
 
 def _download(model: str, revision: str | None) -> Path:
     """The snapshot's folder in the Hugging Face cache, named by its commit; config.json is judged first."""
-    if not HUB_ID.fullmatch(model):
-        raise ConfigError("target.model", f"the folder {model} does not exist", "name an existing folder or a model id")
-    config_only = _snapshot(model, revision, ["config.json"])
+    config_only = _snapshot(_hub_id(model), revision, ["config.json"])
     _read_config(model, config_only)
     folder = _snapshot(model, config_only.name, DOWNLOADED)
     _require_safetensors(model, folder)
     return folder
+
+
+def _hub_id(model: str) -> str:
+    if not HUB_ID.fullmatch(model):
+        raise ConfigError("target.model", f"the folder {model} does not exist", "name an existing folder or a model id")
+    return model
 
 
 def _snapshot(model: str, revision: str | None, patterns: list[str]) -> Path:

@@ -1,0 +1,38 @@
+"""The `target` stage: the model being served, found, converted if it is a bundled one, and described."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from components.config import Settings
+from components.stage import Artifact, Outcome, Output, Stage
+from components.target.resolve import BUNDLED_PREFIX, resolve_target, target_identity
+
+MODEL_FOLDER = "model"
+
+
+def target_stage(settings: Settings) -> Stage:
+    """Resolves `target.model`; a user's folder and a hub snapshot stay where they are, `target.json` describes them."""
+    target = settings.target
+
+    def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        resolved = asdict(resolve_target(target.model, target.revision, output.join(MODEL_FOLDER).path))
+        described = {name: value for name, value in resolved.items() if name != "path"}
+        output.join("target.json").write_bytes(json.dumps(described, indent=1, sort_keys=True).encode())
+        return Outcome(resolved)
+
+    return Stage(
+        name="target",
+        run=run,
+        config={"model": target.model, "revision": target.revision},
+        extra=lambda: {"identity": target_identity(target.model, target.revision)},
+        plan=lambda artifacts: f"find or convert {target.model}",
+    )
+
+
+def target_path(artifact: Artifact) -> Path:
+    """The Hugging Face folder of a finished `target` output."""
+    if artifact.facts["model"].startswith(BUNDLED_PREFIX):
+        return artifact.join(MODEL_FOLDER).path
+    return Path(artifact.facts["path"])
