@@ -102,10 +102,11 @@ class Tracker:
     def finish(self, status: str) -> None:
         """Close the run as `FINISHED` or `FAILED` if it is open; never raises for MLflow's sake."""
         try:
+            self.check()  # answers at once, where the client would try again for a while
             for run in self._runs():
                 if run.info.status == "RUNNING":
                     self.client.set_terminated(run.info.run_id, status)
-        except (MlflowException, OSError) as error:
+        except (ConfigError, MlflowException, OSError) as error:
             log.warning("MLflow did not take the run's end (%s): %s", status, error)
 
     def _experiment_id(self) -> str:

@@ -1,5 +1,6 @@
 """A list of stages: the second run is a no-op, a changed setting reruns what depends on it, wrong selections say so."""
 
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -134,10 +135,24 @@ def test_a_disk_that_is_too_small_is_refused_up_front(tmp_path: Path) -> None:
         (["--config", "nothing.yaml"], "error: --config: cannot read nothing.yaml (No such file or directory)"),
     ],
 )
-def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], line: str) -> None:
-    result = command_line(tmp_path, *arguments)
+def test_a_user_error_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    arguments: list[str],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", *options(tmp_path), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(pipeline_file(tmp_path))
+    assert ended.value.code == 2
+    assert line in capsys.readouterr().err
+
+
+def test_the_command_itself_exits_with_2_and_without_a_traceback(tmp_path: Path) -> None:
+    result = command_line(tmp_path, "--set", "train.epoch=1")
     assert result.returncode == 2
-    assert line in result.stderr
+    assert result.stderr.splitlines()[-1] == "error: train.epoch: unknown setting. Fix: did you mean epochs?"
     assert "Traceback" not in result.stderr
 
 
@@ -149,12 +164,19 @@ def test_plan_on_the_command_line(tmp_path: Path) -> None:
 
 
 def command_line(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "pipeline.py").write_text(PIPELINE_FILE)
-    (folder / "empty.yaml").write_text("")
-    given = ["--config", str(folder / "empty.yaml"), "--set", f"storage.uri={folder}/storage", *arguments]
     return subprocess.run(
-        [sys.executable, str(folder / "pipeline.py"), *given],
+        [sys.executable, pipeline_file(folder), *options(folder), *arguments],
         capture_output=True,
         text=True,
         env=project_environment() | {"COLUMNS": "200"},
     )
+
+
+def pipeline_file(folder: Path) -> str:
+    (folder / "pipeline.py").write_text(PIPELINE_FILE)
+    return str(folder / "pipeline.py")
+
+
+def options(folder: Path) -> list[str]:
+    (folder / "empty.yaml").write_text("")
+    return ["--config", str(folder / "empty.yaml"), "--set", f"storage.uri={folder}/storage"]
