@@ -5,14 +5,18 @@ when its upload ends.
 """
 
 import hashlib
+import io
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import IO
 
 import boto3
+import pyarrow as pa
 import pyarrow.fs as pafs
 from botocore.exceptions import ClientError
 
@@ -57,6 +61,11 @@ class Location:
         with fs.open_input_stream(path) as stream:
             return stream.read()
 
+    def open(self) -> pa.NativeFile:
+        """The file for reading at any place in it; FileNotFoundError when there is none."""
+        fs, path = self._filesystem()
+        return fs.open_input_file(path)
+
     def write_bytes(self, data: bytes) -> None:
         """Make the file hold `data`, all of it or nothing."""
         if not self.is_local:
@@ -64,8 +73,26 @@ class Location:
             with fs.open_output_stream(path) as stream:
                 stream.write(data)
             return
-        temporary = self._write_beside(data)
-        os.replace(temporary, self.path)
+        with self.writer() as stream:
+            stream.write(data)
+
+    @contextmanager
+    def writer(self) -> Iterator[IO[bytes]]:
+        """A stream into the file, which appears whole when the block ends, and not at all when the block fails."""
+        if not self.is_local:
+            buffer = io.BytesIO()
+            yield buffer
+            self.write_bytes(buffer.getvalue())
+            return
+        temporary = self._temporary()
+        try:
+            with open(temporary, "wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def create(self, data: bytes) -> bool:
         """Write the file only if it does not exist; False when somebody else was first."""
@@ -125,9 +152,12 @@ class Location:
             return pafs.LocalFileSystem(), self.uri
         return pafs.FileSystem.from_uri(self.uri)
 
-    def _write_beside(self, data: bytes) -> Path:
+    def _temporary(self) -> Path:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f"{self.path.name}{TEMPORARY_MARK}{uuid.uuid4().hex}")
+        return self.path.with_name(f"{self.path.name}{TEMPORARY_MARK}{uuid.uuid4().hex}")
+
+    def _write_beside(self, data: bytes) -> Path:
+        temporary = self._temporary()
         with open(temporary, "wb") as stream:
             stream.write(data)
             stream.flush()

@@ -1,0 +1,106 @@
+"""Workers that record features: the target in transformers, over packed batches of documents."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from components.data.documents import Turns, merge_turns
+from components.data.part_map import PartTask, PartWorker
+from components.data.parts import PartAccount, part_name, read_columns
+from components.data.shards import StoredDocument, feature_row, write_shard
+from components.storage import Location
+from components.target.layers import Captured, capture, load_target
+
+RESPONSE_COLUMNS = ["key", "prompt_key", "family", "split", "prompt_ids", "output_ids"]
+MIN_TOKENS = 2  # a shorter document predicts nothing
+
+
+class CaptureWorker(PartWorker):
+    """Holds the target and turns each part of answers into the part of features with the same number."""
+
+    def __init__(
+        self,
+        output: Location,
+        progress,
+        responses: Location,
+        target_path: str,
+        aux_layers: list[int],
+        dtype: str,
+        batch_tokens: int,
+        num_threads: int,
+    ) -> None:
+        super().__init__(output, progress)
+        self._responses = responses
+        self._aux_layers = aux_layers
+        self._batch_tokens = batch_tokens
+        torch.set_num_threads(num_threads)
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = load_target(target_path, getattr(torch, dtype), self._device)
+
+    def make(self, tasks: list[PartTask]) -> None:
+        """Record one part after another; only a batch's features are in memory at a time."""
+        for task in tasks:
+            name = part_name(task.number)
+            turns = read_columns(self._responses.join(name), RESPONSE_COLUMNS).to_pylist()
+            account = PartAccount()
+            write_shard(self.output.join(name), self._rows(list(merge_turns(turns)), account), account)
+
+    def _rows(self, documents: Sequence[Turns], account: PartAccount) -> Iterator[dict]:
+        for batch in pack(_long_enough(documents, account), self._batch_tokens):
+            for turns, captured in zip(batch, self._capture(batch), strict=True):
+                document = stored_document(turns, captured, account)
+                if document is not None:
+                    yield feature_row(document, turns.prompt_key, turns.split)
+                self.count(documents=1, tokens=len(turns.input_ids))
+
+    def _capture(self, batch: Sequence[Turns]) -> list[Captured]:
+        lengths = [len(turns.input_ids) for turns in batch]
+        ids = torch.tensor([[i for turns in batch for i in turns.input_ids]], device=self._device)
+        captured = capture(self._model, ids, self._aux_layers, lengths)
+        pieces = [states.to("cpu", torch.bfloat16).split(lengths) for states in captured]
+        return [Captured(*states) for states in zip(*pieces, strict=True)]
+
+
+def pack(documents: Sequence[Turns], batch_tokens: int) -> Iterator[list[Turns]]:
+    """Consecutive documents of together at most `batch_tokens` tokens; a longer one comes alone."""
+    batch: list[Turns] = []
+    for document in documents:
+        if batch and sum(len(d.input_ids) for d in [*batch, document]) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(document)
+    if batch:
+        yield batch
+
+
+def stored_document(turns: Turns, captured: Captured, account: PartAccount) -> StoredDocument | None:
+    """The document with its features, counted in `account`; None (and quarantined) when they are not whole."""
+    lengths = {len(turns.input_ids), len(turns.loss_mask), len(captured.aux_hidden), len(captured.last_hidden)}
+    if len(lengths) > 1:
+        _lose(turns, account, "lengths_differ", f"ids, mask and states have lengths {sorted(lengths)}")
+        return None
+    if not all(states.isfinite().all() for states in captured):
+        _lose(turns, account, "not_finite", "NaN or infinity in the hidden states")
+        return None
+    account.kept += len(turns.turn_keys)
+    account.figures.update(documents=1, tokens=len(turns.input_ids), supervised_tokens=sum(turns.loss_mask))
+    return StoredDocument(
+        input_ids=torch.tensor(turns.input_ids),
+        loss_mask=torch.tensor(turns.loss_mask, dtype=torch.bool),
+        aux_hidden=captured.aux_hidden,
+        last_hidden=captured.last_hidden,
+        key=turns.key,
+        family=turns.family,
+    )
+
+
+def _long_enough(documents: Sequence[Turns], account: PartAccount) -> list[Turns]:
+    for turns in documents:
+        if len(turns.input_ids) < MIN_TOKENS:
+            account.drop("too_short", {"key": turns.key}, f"{len(turns.input_ids)} tokens")
+    return [turns for turns in documents if len(turns.input_ids) >= MIN_TOKENS]
+
+
+def _lose(turns: Turns, account: PartAccount, reason: str, detail: str) -> None:
+    for key in turns.turn_keys:
+        account.fail(reason, {"key": key}, detail)

@@ -1,0 +1,120 @@
+"""Features of the answers: the hidden states that a head reads and the teacher's, one shard for each part of answers."""
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from components.config import Settings
+from components.data.capturing import CaptureWorker
+from components.data.part_map import PartJob, PartTask, failure_reason, make_parts
+from components.data.parts import PartAccount, conclude, part_name, part_names, read_columns, total_account
+from components.pipeline import check_disk
+from components.stage import Outcome
+from components.storage import Location
+from components.target.layers import default_aux_layers, validate_aux_layers
+
+log = logging.getLogger("aerie")
+
+BF16_BYTES = 2
+ID_AND_MASK_BYTES = 5
+MAX_CPU_BATCH_TOKENS = 1024  # the mask of a packed batch is dense on a CPU: larger ones cost more than they gain
+
+
+def record_features(
+    settings: Settings,
+    responses: Location,
+    num_tokens: int,
+    target: Mapping[str, Any],
+    target_path: str,
+    output: Location,
+    worker: type[CaptureWorker] = CaptureWorker,
+) -> Outcome:
+    """Record the features of every answer; shards that are there already stay as they are.
+
+    Args:
+        settings: The run's.
+        responses: Output folder of the responses stage.
+        num_tokens: Tokens of its documents.
+        target: Facts of the target stage.
+        target_path: The target's Hugging Face folder.
+        output: Where the shards go.
+        worker: Class of the actors.
+
+    Raises:
+        ConfigError: aux layers that the target does not have, or a disk that is too small.
+        TooManyRowsLost: more turns were lost than `data.max_dropped_fraction` allows.
+    """
+    aux_layers = choose_aux_layers(settings, target["num_layers"])
+    token_bytes = bytes_per_token(len(aux_layers), target["hidden_size"])
+    log.info(
+        "features: layers %s, %d bytes a token, %d tokens, %.1f MB",
+        aux_layers, token_bytes, num_tokens, num_tokens * token_bytes / 1e6,
+    )  # fmt: skip
+    there = sum(output.join(name).size_bytes() for name in part_names(output))
+    check_disk(output, num_tokens * token_bytes - there)
+    missing = make_parts(
+        _job(settings, responses, num_tokens, target_path, aux_layers, output, worker),
+        [PartTask(int(re.sub(r"\D", "", name))) for name in part_names(responses)],
+    )
+    account = total_account(output)
+    for task in missing:
+        account.add(_lost(responses, task.number, output))
+    outcome = conclude("features", account, output, settings.data.max_dropped_fraction)
+    shape = {
+        "aux_layers": aux_layers,
+        "num_aux_layers": len(aux_layers),
+        "hidden_size": target["hidden_size"],
+        "bytes_per_token": token_bytes,
+    }
+    return Outcome({**outcome.facts, **shape}, outcome.rows)
+
+
+def choose_aux_layers(settings: Settings, num_layers: int) -> list[int]:
+    """The layers of `draft.aux_layers`, or the usual three.
+
+    Raises:
+        ConfigError: layers that a target of `num_layers` does not have.
+    """
+    if settings.draft.aux_layers is None:
+        return default_aux_layers(num_layers)
+    return validate_aux_layers(settings.draft.aux_layers, num_layers)
+
+
+def bytes_per_token(num_aux_layers: int, hidden_size: int) -> int:
+    """(A + 1) * H bf16 values, and the id with its mask."""
+    return (num_aux_layers + 1) * hidden_size * BF16_BYTES + ID_AND_MASK_BYTES
+
+
+def _job(
+    settings: Settings,
+    responses: Location,
+    num_tokens: int,
+    target_path: str,
+    aux_layers: list[int],
+    output: Location,
+    worker: type[CaptureWorker],
+) -> PartJob:
+    resources = settings.resources.features
+    batch_tokens = settings.data.batch_tokens
+    if resources.num_gpus == 0:
+        batch_tokens = min(batch_tokens, MAX_CPU_BATCH_TOKENS)
+    num_threads = max(1, int(resources.num_cpus))
+    return PartJob(
+        title="features",
+        unit="tokens",
+        total=num_tokens,
+        output=output,
+        worker=worker,
+        worker_args=(responses, target_path, aux_layers, settings.target.dtype, batch_tokens, num_threads),
+        resources=resources,
+        env={"OMP_NUM_THREADS": str(num_threads), **resources.env},
+    )
+
+
+def _lost(responses: Location, number: int, output: Location) -> PartAccount:
+    account = PartAccount()
+    reason, detail = failure_reason(output, number)
+    for key in read_columns(responses.join(part_name(number)), ["key"]).column("key").to_pylist():
+        account.fail(reason, {"key": key}, detail)
+    return account

@@ -1,0 +1,137 @@
+"""Parts: the Parquet files that data stages are written in, each whole or not there, with its account in its footer.
+
+The account travels inside the part, so a resumed run knows what became of every row of a finished part without
+doing it again.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from components.stage import Outcome, RowAccount, check_rows
+from components.storage import Location
+
+log = logging.getLogger("aerie")
+
+ACCOUNT_KEY = b"aerie.account"
+QUARANTINE = "quarantine.jsonl"
+
+
+class CorruptPart(Exception):
+    """A part, or one of its rows, does not hold what was written; names the file and the row."""
+
+    def __init__(self, part: Location, row: int | None, problem: str) -> None:
+        super().__init__(part.uri, row, problem)
+        self.part, self.row, self.problem = part, row, problem
+
+    def __str__(self) -> str:
+        place = self.part.uri if self.row is None else f"{self.part.uri}, row {self.row}"
+        return f"{place}: {self.problem}. Fix: delete the stage's _manifest.json and this file, and run again"
+
+
+@dataclass
+class PartAccount:
+    """What became of the rows that one part stands for."""
+
+    kept: int = 0
+    truncated: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    figures: Counter[str] = field(default_factory=Counter)
+    """Sums that the stage's facts are made of, tokens for example."""
+    quarantine: list[dict[str, Any]] = field(default_factory=list)
+
+    def drop(self, reason: str, place: Mapping[str, Any], detail: str = "") -> None:
+        self.dropped[reason] += 1
+        self.quarantine.append({**place, "reason": reason, "detail": detail})
+
+    def fail(self, reason: str, place: Mapping[str, Any], detail: str = "") -> None:
+        self.failed[reason] += 1
+        self.quarantine.append({**place, "reason": reason, "detail": detail})
+
+    def add(self, other: "PartAccount") -> None:
+        self.kept += other.kept
+        self.truncated += other.truncated
+        for mine, theirs in ((self.dropped, other.dropped), (self.failed, other.failed), (self.figures, other.figures)):
+            mine.update(theirs)
+        self.quarantine += other.quarantine
+
+    def rows(self) -> RowAccount:
+        rows_in = self.kept + self.truncated + self.dropped.total() + self.failed.total()
+        return RowAccount(rows_in, self.kept, self.truncated, dict(self.dropped), dict(self.failed))
+
+
+def part_name(number: int) -> str:
+    return f"part-{number:05d}.parquet"
+
+
+def part_names(folder: Location) -> list[str]:
+    return [name for name in folder.files() if name.startswith("part-")]
+
+
+@contextmanager
+def part_writer(part: Location, schema: pa.Schema, account: PartAccount) -> Iterator[pq.ParquetWriter]:
+    """Writes a part table by table, each a Parquet row group; the part appears, whole, when the block ends."""
+    # Plain and uncompressed: hidden states do not compress, and a dictionary of them would only be built to be dropped.
+    with (
+        part.writer() as stream,
+        pq.ParquetWriter(stream, schema, use_dictionary=False, compression="NONE", write_statistics=False) as writer,
+    ):
+        yield writer
+        writer.add_key_value_metadata({ACCOUNT_KEY: json.dumps(vars(account)).encode()})
+
+
+def read_account(part: Location) -> PartAccount:
+    """What the part's footer says of its rows.
+
+    Raises:
+        CorruptPart: it is no Parquet file of ours.
+    """
+    with part.open() as stream:
+        try:
+            metadata = pq.read_metadata(stream).metadata
+        except pa.ArrowException as error:
+            raise CorruptPart(part, None, f"not a whole Parquet file ({error})") from error
+    stored = json.loads(metadata[ACCOUNT_KEY])
+    for name in ("dropped", "failed", "figures"):
+        stored[name] = Counter(stored[name])
+    return PartAccount(**stored)
+
+
+def read_columns(part: Location, columns: list[str]) -> pa.Table:
+    with part.open() as stream:
+        return pq.read_table(stream, columns=columns)
+
+
+def total_account(folder: Location) -> PartAccount:
+    """What became of the rows of all parts of an output."""
+    total = PartAccount()
+    for name in part_names(folder):
+        total.add(read_account(folder.join(name)))
+    return total
+
+
+def conclude(stage: str, account: PartAccount, output: Location, max_dropped_fraction: float) -> Outcome:
+    """Write the quarantine, log the table and hand back rows and figures.
+
+    Raises:
+        TooManyRowsLost: more rows were lost than allowed.
+    """
+    rows = account.rows()
+    write_quarantine(output, account.quarantine)
+    log.info("%s: %s", stage, rows.table())
+    check_rows(rows, max_dropped_fraction, stage)
+    return Outcome(facts=dict(account.figures), rows=rows)
+
+
+def write_quarantine(folder: Location, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One JSON line for every row that was lost: its place, the reason and what was found."""
+    lines = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+    folder.join(QUARANTINE).write_bytes(lines.encode())

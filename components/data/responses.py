@@ -1,0 +1,79 @@
+"""The target's own answers: every user turn answered through vLLM replicas under Ray Data."""
+
+from components.config import ConfigError, Settings
+from components.data.answering import AnswerWorker
+from components.data.part_map import PartJob, PartTask, failure_reason, make_parts
+from components.data.parts import PartAccount, conclude, total_account
+from components.data.prompt_list import PROMPTS, PromptRange, fixed_cut, prompt_ranges, read_range
+from components.stage import Outcome
+from components.storage import Location
+from components.target.engine import engine_env, engine_kwargs, has_gpu
+
+CPU_MAX_NUM_SEQS = 64  # more at once gain nothing on two cores, and shorten nothing
+
+
+def answer_prompts(
+    settings: Settings,
+    prompts: Location,
+    num_turns: int,
+    target_path: str,
+    output: Location,
+    worker: type[AnswerWorker] = AnswerWorker,
+) -> Outcome:
+    """Answer every turn of `prompts`, part by part; parts that are there already stay as they are.
+
+    Args:
+        settings: The run's.
+        prompts: Output folder of the prompts stage.
+        num_turns: Turns to answer, over all prompts.
+        target_path: The target's Hugging Face folder.
+        output: Where the parts go.
+        worker: Class of the actors.
+
+    Raises:
+        TooManyRowsLost: more turns were lost than `data.max_dropped_fraction` allows.
+    """
+    file = prompts.join(PROMPTS)
+    ranges = prompt_ranges(file, fixed_cut(output, settings.data.rows_per_shard))
+    resources = settings.resources.responses
+    job = PartJob(
+        title="responses",
+        unit="answers",
+        total=num_turns,
+        output=output,
+        worker=worker,
+        worker_args=(prompts, target_path, response_engine_kwargs(settings, target_path), settings.data),
+        resources=resources,
+        env=engine_env(resources, in_process=True),
+    )
+    missing = make_parts(job, [PartTask(part.number, part.start, part.num_bytes) for part in ranges])
+    account = total_account(output)
+    for part in (ranges[task.number] for task in missing):
+        account.add(_lost(file, part, output))
+    return conclude("responses", account, output, settings.data.max_dropped_fraction)
+
+
+def response_engine_kwargs(settings: Settings, target_path: str) -> dict:
+    extra = {} if has_gpu(settings.resources.responses) else {"max_num_seqs": CPU_MAX_NUM_SEQS}
+    kwargs = engine_kwargs(settings, settings.resources.responses, target_path)
+    return extra | kwargs
+
+
+def check_length(settings: Settings, max_position_embeddings: int) -> None:
+    """Raises ConfigError when engines would be started for longer sequences than the target takes."""
+    if settings.target.max_model_len > max_position_embeddings:
+        raise ConfigError(
+            "target.max_model_len",
+            f"{settings.target.max_model_len} is more than the target's {max_position_embeddings} positions",
+            f"set it to {max_position_embeddings} or less",
+        )
+
+
+def _lost(file: Location, part: PromptRange, output: Location) -> PartAccount:
+    account = PartAccount()
+    reason, detail = failure_reason(output, part.number)
+    for listed in read_range(file, part):
+        place = {"source": listed.prompt.source, "line": listed.prompt.line}
+        for turn in range(len(listed.prompt.turns())):
+            account.fail(reason, {"key": f"{listed.prompt.key}:{turn}", **place}, detail)
+    return account

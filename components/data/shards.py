@@ -1,0 +1,177 @@
+"""Recorded features: one row a document, one Parquet row group a row, so that a reader fetches any row alone.
+
+Names: n tokens, A aux layers, H the target's hidden size. Hidden states are stored as the bytes of their bf16 values.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from components.data.parts import CorruptPart, PartAccount, part_names, part_writer, read_columns
+from components.draft.batch import Document
+from components.storage import Location
+
+SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("prompt_key", pa.string()),
+        ("family", pa.string()),
+        ("split", pa.string()),
+        ("num_tokens", pa.int32()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+        ("aux_hidden", pa.large_binary()),
+        ("last_hidden", pa.large_binary()),
+        ("crc32", pa.uint32()),
+    ]
+)
+INDEX_COLUMNS = ["key", "split", "num_tokens"]
+
+
+@dataclass(frozen=True)
+class StoredDocument(Document):
+    """A document with the names it is stored under."""
+
+    key: str
+    family: str
+
+
+class IndexRow(NamedTuple):
+    """Where a document lies."""
+
+    key: str
+    split: str
+    num_tokens: int
+    shard: str
+    """The file's name."""
+    row: int
+
+
+def feature_row(document: StoredDocument, prompt_key: str, split: str) -> dict[str, Any]:
+    """The document as a row of `SCHEMA`, with the checksum of all that it holds."""
+    input_ids = document.input_ids.to(torch.int32).numpy()
+    loss_mask = document.loss_mask.to(torch.uint8).numpy()
+    aux_hidden, last_hidden = _to_bytes(document.aux_hidden), _to_bytes(document.last_hidden)
+    return {
+        "key": document.key,
+        "prompt_key": prompt_key,
+        "family": document.family,
+        "split": split,
+        "num_tokens": len(input_ids),
+        "input_ids": input_ids,
+        "loss_mask": loss_mask,
+        "aux_hidden": aux_hidden,
+        "last_hidden": last_hidden,
+        "crc32": _checksum(input_ids, loss_mask, aux_hidden, last_hidden),
+    }
+
+
+def write_shard(shard: Location, rows: Iterable[dict[str, Any]], account: PartAccount) -> None:
+    """Write rows of `feature_row` as one shard, whole or not at all; only one row is in memory at a time.
+
+    The account may still change while the rows come.
+    """
+    with part_writer(shard, SCHEMA, account) as writer:
+        for row in rows:
+            writer.write_table(pa.Table.from_pylist([row], schema=SCHEMA))
+
+
+def document_index(folder: Location) -> list[IndexRow]:
+    """Every document of a features output, by shard and row; reads no features."""
+    index: list[IndexRow] = []
+    for name in part_names(folder):
+        stored = read_columns(folder.join(name), INDEX_COLUMNS).to_pylist()
+        index += [IndexRow(**values, shard=name, row=row) for row, values in enumerate(stored)]
+    return index
+
+
+def read_documents(folder: Location, split: str) -> Iterator[StoredDocument]:
+    """The documents of one split, one in memory at a time.
+
+    Raises:
+        CorruptPart: a row does not hold what was written.
+    """
+    for name in part_names(folder):
+        splits = read_columns(folder.join(name), ["split"]).column("split").to_pylist()
+        yield from _read_rows(folder.join(name), [row for row, found in enumerate(splits) if found == split])
+
+
+def read_shard(folder: Location, shard: str) -> list[StoredDocument]:
+    """All documents of one shard, in the order of their rows.
+
+    Raises:
+        CorruptPart: a row does not hold what was written.
+    """
+    return list(_read_rows(folder.join(shard), None))
+
+
+def read_document(folder: Location, shard: str, row: int) -> StoredDocument:
+    """One document; reads no other.
+
+    Raises:
+        CorruptPart: the row does not hold what was written.
+    """
+    return next(_read_rows(folder.join(shard), [row]))
+
+
+def read_input_ids(folder: Location) -> Tensor:
+    """Every token id that occurs in the documents of any split, ascending and without repeats."""
+    found: Tensor = torch.empty(0, dtype=torch.int64)
+    for name in part_names(folder):
+        ids = read_columns(folder.join(name), ["input_ids"]).column("input_ids").combine_chunks().flatten()
+        found = torch.cat([found, torch.from_numpy(ids.to_numpy().astype(np.int64))]).unique()
+    return found
+
+
+def _read_rows(shard: Location, rows: Sequence[int] | None) -> Iterator[StoredDocument]:
+    with shard.open() as stream:
+        try:
+            file = pq.ParquetFile(stream)
+        except pa.ArrowException as error:
+            raise CorruptPart(shard, None, f"not a whole Parquet file ({error})") from error
+        for row in range(file.num_row_groups) if rows is None else rows:
+            yield _read_row(shard, file, row)
+
+
+def _read_row(shard: Location, file: pq.ParquetFile, row: int) -> StoredDocument:
+    try:
+        table = file.read_row_group(row)
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptPart(shard, row, f"cannot be read ({error})") from error
+    stored: dict[str, pa.Scalar] = {name: table.column(name)[0] for name in table.column_names}
+    input_ids = stored["input_ids"].values.to_numpy()
+    loss_mask = stored["loss_mask"].values.to_numpy()
+    aux_hidden, last_hidden = stored["aux_hidden"].as_buffer(), stored["last_hidden"].as_buffer()
+    if _checksum(input_ids, loss_mask, aux_hidden, last_hidden) != stored["crc32"].as_py():
+        raise CorruptPart(shard, row, "its checksum is not the one that was written with it")
+    return StoredDocument(
+        input_ids=torch.from_numpy(input_ids.astype(np.int64)),
+        loss_mask=torch.from_numpy(loss_mask.astype(bool)),
+        aux_hidden=_from_bytes(aux_hidden, len(input_ids)),
+        last_hidden=_from_bytes(last_hidden, len(input_ids)),
+        key=stored["key"].as_py(),
+        family=stored["family"].as_py(),
+    )
+
+
+def _checksum(input_ids: np.ndarray, loss_mask: np.ndarray, aux_hidden: Any, last_hidden: Any) -> int:
+    checksum = 0
+    for content in (input_ids.tobytes(), loss_mask.tobytes(), aux_hidden, last_hidden):
+        checksum = zlib.crc32(content, checksum)
+    return checksum
+
+
+def _to_bytes(states: Tensor) -> bytes:
+    return states.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _from_bytes(stored: pa.Buffer, num_tokens: int) -> Tensor:
+    # A copy: the buffer is read-only, and its table is gone once the document is all that is kept of it.
+    return torch.frombuffer(bytearray(stored), dtype=torch.bfloat16).view(num_tokens, -1)

@@ -1,0 +1,183 @@
+"""Answers by real vLLM engines under a real Ray: multi-turn, resumed, and with an engine that dies on the way."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from components.config import Settings
+from components.data.answering import AnswerWorker
+from components.data.documents import merge_turns
+from components.data.parts import QUARANTINE, part_names, read_columns
+from components.data.prompt_list import PROMPTS, write_prompts
+from components.data.prompts import Prompt
+from components.data.responses import answer_prompts
+from components.stage import Outcome, TooManyRowsLost
+from components.storage import Location
+from components.target.chat import load_tokenizer, render
+from tests.tiny import EOS, make_tiny_llama
+
+MAX_NEW_TOKENS = 16
+DIES_AT = 7
+NUM_PROMPTS = 20
+
+
+class DyingWorker(AnswerWorker):
+    """Its process ends at the seventh answer, the first time that one gets so far."""
+
+    def _on_answer(self, dialogue, output):
+        self.answers = getattr(self, "answers", 0) + 1
+        if self.answers == DIES_AT and self.output.join("_died").create(b""):
+            os._exit(9)
+        super()._on_answer(dialogue, output)
+
+
+@pytest.fixture(scope="module")
+def ending_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target that ends some of its answers and not others."""
+    path = make_tiny_llama(tmp_path_factory.mktemp("ending") / "target")
+    weights = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    weights["lm_head.weight"][EOS] = torch.randn(64, generator=generator) * 2 / 8
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def make_prompts() -> list[Prompt]:
+    """20 good ones (every fourth of two turns), one too long at its second turn, one that the template rejects."""
+    prompts = []
+    for i in range(NUM_PROMPTS):
+        turns = [user(f"What is {i} plus {i}?"), user("And twice that?")]
+        prompts.append(Prompt(f"k{i:02d}", "maths", turns[: 1 + (i % 4 == 0)], None, "a.jsonl", i + 1))
+    long = [user("Short."), user("long " * 400), user("Never asked.")]
+    rejected = [{"role": "critic", "content": "No."}, user("Hello?")]
+    prompts.append(Prompt("k90", "maths", long, None, "a.jsonl", 91))
+    prompts.append(Prompt("k91", "maths", rejected, None, "a.jsonl", 92))
+    return prompts
+
+
+class Run:
+    """Answers the prompts into one folder, as often as asked."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self.target = target
+        self.prompts, self.output = Location(str(folder / "prompts")), Location(str(folder / "responses"))
+        self.settings = Settings.model_validate(
+            {
+                "target": {"dtype": "float32", "max_model_len": 256},
+                "data": {"max_new_tokens": MAX_NEW_TOKENS, "rows_per_shard": 6, "max_dropped_fraction": 0.2},
+            }
+        )
+        listed = make_prompts()
+        self.num_turns = sum(len(prompt.turns()) for prompt in listed)
+        write_prompts(self.prompts.join(PROMPTS), listed, {prompt.key: "train" for prompt in listed})
+
+    def answer(self, worker: type[AnswerWorker] = AnswerWorker, **data) -> Outcome:
+        config = self.settings.data.model_copy(update=data)
+        settings = self.settings.model_copy(update={"data": config})
+        return answer_prompts(settings, self.prompts, self.num_turns, str(self.target), self.output, worker)
+
+    def rows(self) -> list[dict]:
+        names = part_names(self.output)
+        return [row for name in names for row in read_columns(self.output.join(name), None).to_pylist()]
+
+    def stamps(self) -> dict[str, tuple[int, bytes]]:
+        paths = {name: self.output.join(name).path for name in part_names(self.output)}
+        return {name: (path.stat().st_mtime_ns, path.read_bytes()) for name, path in paths.items()}
+
+
+@pytest.fixture(scope="module")
+def finished(ray_cluster, ending_target, tmp_path_factory) -> tuple[Run, Outcome]:
+    """A run whose engine died at the seventh answer."""
+    run = Run(tmp_path_factory.mktemp("run"), ending_target)
+    outcome = run.answer(DyingWorker)
+    assert run.output.join("_died").exists()
+    return run, outcome
+
+
+def test_every_turn_is_answered_once_though_an_engine_died(finished):
+    run, outcome = finished
+    expected = [f"{p.key}:{t}" for p in make_prompts()[:NUM_PROMPTS] for t in range(len(p.turns()))] + ["k90:0"]
+    assert [row["key"] for row in run.rows()] == expected
+    assert outcome.rows.rows_in == run.num_turns
+    assert outcome.rows.failed == {}
+    assert len(part_names(run.output)) == 4
+
+
+def test_lost_rows_are_counted_and_quarantined(finished):
+    run, outcome = finished
+    assert outcome.rows.dropped == {"too_long": 2, "template_rejects": 1}
+    lines = [json.loads(line) for line in run.output.join(QUARANTINE).read_bytes().splitlines()]
+    assert [(line["key"], line["reason"], line["line"]) for line in lines] == [
+        ("k90:1", "too_long", 91),
+        ("k90:2", "too_long", 91),
+        ("k91:0", "template_rejects", 92),
+    ]
+    assert "unknown role critic" in lines[2]["detail"]
+
+
+def test_answers_cut_by_their_length_are_counted(finished):
+    run, outcome = finished
+    reasons = Counter(row["finish_reason"] for row in run.rows())
+    assert min(reasons["stop"], reasons["length"]) >= 3
+    assert (outcome.rows.kept, outcome.rows.truncated) == (reasons["stop"], reasons["length"])
+    for row in run.rows():
+        was_cut = row["finish_reason"] == "length"
+        assert (row["output_ids"][-1] == EOS) != was_cut
+        assert len(row["output_ids"]) == MAX_NEW_TOKENS if was_cut else len(row["output_ids"]) <= MAX_NEW_TOKENS
+    assert outcome.facts["output_tokens"] == sum(len(row["output_ids"]) for row in run.rows())
+
+
+def test_a_turn_is_asked_with_the_targets_own_answer_before_it(finished):
+    run, _ = finished
+    tokenizer = load_tokenizer(run.target)
+    rows = {row["key"]: row for row in run.rows()}
+    prompts = [prompt for prompt in make_prompts()[:NUM_PROMPTS] if len(prompt.turns()) == 2]
+    assert len(prompts) == 5
+    for prompt in prompts:
+        first, second = rows[f"{prompt.key}:0"], rows[f"{prompt.key}:1"]
+        assert first["prompt_ids"] == render(tokenizer, prompt.messages[:1])
+        answer = {"role": "assistant", "content": tokenizer.decode(first["output_ids"], skip_special_tokens=True)}
+        assert second["prompt_ids"] == render(tokenizer, [prompt.messages[0], answer, prompt.messages[1]])
+
+
+def test_facts_say_how_long_the_documents_are(finished):
+    run, outcome = finished
+    documents = list(merge_turns(run.rows()))
+    assert outcome.facts["document_tokens"] == sum(len(document.input_ids) for document in documents)
+    assert outcome.facts["prompt_tokens"] == sum(len(row["prompt_ids"]) for row in run.rows())
+
+
+def test_the_same_again_starts_no_engine(finished, monkeypatch):
+    run, outcome = finished
+    before = run.stamps()
+    monkeypatch.setattr("components.data.part_map._run", pytest.fail)
+    assert run.answer() == outcome
+    assert run.stamps() == before
+
+
+def test_too_many_lost_rows_fail_with_the_table(finished):
+    run, _ = finished
+    with pytest.raises(TooManyRowsLost, match=r"dropped\[too_long\] 2"):
+        run.answer(max_dropped_fraction=0.05)
+
+
+def test_a_deleted_part_is_made_again_and_no_other(finished):
+    """The cut is that of the first run, whatever `rows_per_shard` says now."""
+    run, outcome = finished
+    before, rows = run.stamps(), run.rows()
+    run.output.join("part-00001.parquet").delete()
+    assert run.answer(rows_per_shard=3) == outcome
+    after = run.stamps()
+    assert after.keys() == before.keys()
+    assert [name for name in before if after[name][0] != before[name][0]] == ["part-00001.parquet"]
+    assert [name for name in before if after[name][1] != before[name][1]] == []
+    assert run.rows() == rows

@@ -1,0 +1,124 @@
+"""The data stages as stages: what they depend on, how they account for rows, what they plan."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from components.config import ConfigError, Settings, load_settings
+from components.data.parts import QUARANTINE
+from components.data.prompt_list import PROMPTS, fixed_cut, prompt_ranges, read_range
+from components.data.prompts import read_prompts
+from components.data.stages import features_stage, prompts_stage, responses_stage, vocabulary_stage
+from components.stage import Artifact, TooManyRowsLost, run_stage
+from components.storage import Location
+from components.target.stages import target_stage
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "Which river is the longest?"}], "family": "explanation"},
+    {"messages": [{"role": "user", "content": "One."}, {"role": "user", "content": "Two."}], "family": "chat"},
+    {"messages": [{"role": "critic", "content": "Hm."}, {"role": "user", "content": "Hm?"}]},
+    {"prompt": "Add 2 and 3."},
+]
+
+
+def settings_for(prompts: Path | str, target: Path, *overrides: str) -> Settings:
+    return load_settings(
+        None, None, [f"target.model={target}", "target.dtype=float32", f"data.prompts={prompts}", *overrides]
+    )
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run_prompts(settings: Settings, storage: Location) -> tuple[Artifact, bool]:
+    target, _ = run_stage(target_stage(settings), {}, storage, 60)
+    return run_stage(prompts_stage(settings), {"target": target}, storage, 60)
+
+
+def test_prompts_are_listed_and_bad_rows_are_accounted_for(tiny_target, tmp_path):
+    file = write_rows(tmp_path / "asked.jsonl", ROWS)
+    artifact, _ = run_prompts(
+        settings_for(file, tiny_target, "data.max_dropped_fraction=0.5"), Location(f"{tmp_path}/s")
+    )
+    assert artifact.manifest["rows"] == {
+        "rows_in": 4, "kept": 3, "truncated": 0, "dropped": {"unknown_role": 1}, "failed": {},
+    }  # fmt: skip
+    (lost,) = [json.loads(line) for line in artifact.join(QUARANTINE).read_bytes().splitlines()]
+    assert (lost["source"], lost["line"], lost["reason"]) == (str(file), 3, "unknown_role")
+    assert artifact.facts["turns"] == 4
+    assert artifact.facts["families"] == {"asked": 1, "chat": 1, "explanation": 1}
+    assert artifact.facts["splits"]["held_out"] == 1
+    listed = [json.loads(line) for line in artifact.join(PROMPTS).read_bytes().splitlines()]
+    assert [row["key"] for row in listed] == sorted(row["key"] for row in listed)
+    assert {row["family"]: row["split"] for row in listed}["explanation"] == "held_out"
+
+
+def test_too_many_bad_rows_end_the_run(tiny_target, tmp_path):
+    file = write_rows(tmp_path / "asked.jsonl", ROWS)
+    storage = Location(f"{tmp_path}/s")
+    with pytest.raises(TooManyRowsLost, match=r"dropped\[unknown_role\] 1"):
+        run_prompts(settings_for(file, tiny_target, "data.max_dropped_fraction=0.2"), storage)
+    assert [name for name in storage.join("prompts").files() if name.endswith(QUARANTINE)]
+
+
+def test_an_empty_file_of_prompts_is_a_setting_to_mend(tiny_target, tmp_path):
+    file = write_rows(tmp_path / "empty.jsonl", [])
+    with pytest.raises(ConfigError, match=r"data\.prompts"):
+        run_prompts(settings_for(file, tiny_target), Location(f"{tmp_path}/s"))
+
+
+def test_prompts_depend_on_content_and_not_on_the_folder(tiny_target, tmp_path):
+    storage = Location(f"{tmp_path}/s")
+    lax = "data.max_dropped_fraction=0.5"
+    files = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        files.append(write_rows(tmp_path / folder / "asked.jsonl", ROWS))
+    first, made = run_prompts(settings_for(files[0], tiny_target, lax), storage)
+    assert made
+    again, made = run_prompts(settings_for(files[1], tiny_target, lax), storage)
+    assert not made
+    write_rows(files[1], ROWS[:2])
+    other, made = run_prompts(settings_for(files[1], tiny_target, lax), storage)
+    assert made
+    assert again.fingerprint == first.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize("stage", [prompts_stage, responses_stage, features_stage, vocabulary_stage])
+def test_how_work_is_cut_changes_no_identity(stage):
+    plain = Settings()
+    cut = load_settings(
+        None, None, ["data.rows_per_shard=3", "data.batch_tokens=9", "resources.responses.replicas=2"]
+    )  # fmt: skip
+    assert stage(plain).config == stage(cut).config
+
+
+def test_what_changes_an_answer_changes_the_identity():
+    plain = responses_stage(Settings()).config
+    for override in ("data.max_new_tokens=9", "data.temperature=0.5", "data.seed=1", "target.dtype=float32"):
+        assert responses_stage(load_settings(None, None, [override])).config != plain
+
+
+def test_plans_tolerate_missing_inputs():
+    for stage in (prompts_stage, responses_stage, features_stage, vocabulary_stage):
+        assert stage(Settings()).plan({})
+
+
+def test_ranges_cover_the_list_in_order(tiny_target, tmp_path):
+    artifact, _ = run_prompts(settings_for("builtin", tiny_target), Location(f"{tmp_path}/s"))
+    file = artifact.join(PROMPTS)
+    expected, _ = read_prompts("builtin", None, 0)
+    for prompts_per_part in (64, 1000, 1):
+        ranges = prompt_ranges(file, prompts_per_part)
+        assert len(ranges) == -(-len(expected) // prompts_per_part)
+        found = [listed.prompt for part in ranges for listed in read_range(file, part)]
+        assert found == expected
+
+
+def test_the_first_cut_stays(tmp_path):
+    folder = Location(str(tmp_path))
+    assert fixed_cut(folder, 64) == 64
+    assert fixed_cut(folder, 3) == 64

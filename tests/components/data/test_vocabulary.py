@@ -1,0 +1,53 @@
+"""The draft vocabulary: the most frequent answer tokens, the end tokens always, filled where data is little."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from components.data.answering import SCHEMA
+from components.data.parts import PartAccount, part_name, part_writer
+from components.data.vocabulary import TokenCounts, choose_ids, count_tokens
+from components.storage import Location
+
+VOCAB = 20
+
+
+def counts(answers: dict[int, int], prompts: dict[int, int] | None = None) -> TokenCounts:
+    columns = [np.zeros(VOCAB, dtype=np.int64) for _ in range(3)]
+    for column, given in zip(columns, (answers, prompts or {}), strict=False):
+        for token, number in given.items():
+            column[token] = number
+    return TokenCounts(*columns)
+
+
+def test_frequent_answers_first_and_the_end_tokens_always():
+    ids = choose_ids(counts({7: 5, 9: 3, 11: 3, 13: 1}), 4, eos_token_ids=[2, 19])
+    assert ids.tolist() == [2, 7, 9, 19]
+    assert ids.dtype == np.int64
+
+
+def test_filled_with_prompt_tokens_then_with_the_lowest():
+    ids = choose_ids(counts({7: 5}, {15: 1, 16: 9, 7: 50}), 6, eos_token_ids=[2])
+    assert ids.tolist() == [0, 1, 2, 7, 15, 16]
+
+
+def test_capped_at_the_target():
+    assert choose_ids(counts({7: 5}), 12000, eos_token_ids=[2]).tolist() == list(range(VOCAB))
+
+
+def test_only_training_rows_choose(tmp_path: Path):
+    folder = Location(str(tmp_path))
+    splits = [("train", [1, 2], [7, 7]), ("held_out", [3], [8]), ("validation", [4], [9]), ("train", [5], [7, 10])]
+    for number, group in enumerate((splits[:2], splits[2:], [])):
+        rows = [
+            {"key": f"{i}:0", "prompt_key": str(i), "split": split, "prompt_ids": prompt, "output_ids": output}
+            for i, (split, prompt, output) in enumerate(group)
+        ]
+        with part_writer(folder.join(part_name(number)), SCHEMA, PartAccount()) as writer:
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+    found = count_tokens(folder, [part_name(i) for i in range(3)], VOCAB)
+    assert np.flatnonzero(found.train_answers).tolist() == [7, 10]
+    assert found.train_answers[7] == 3
+    assert np.flatnonzero(found.train_prompts).tolist() == [1, 2, 5]
+    assert np.flatnonzero(found.held_out_answers).tolist() == [8]
