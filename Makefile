@@ -29,19 +29,20 @@ help: ## This list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
 env: $(STAMP) ## Make .venv from the lock file (DEVICE=gpu for a machine with GPUs)
+	@:
 
 up: env ## Start the Ray head and the MLflow server of this machine, if they are not up
-	@$(BIN)/python clusters/local.py up
+	@$(BIN)/python -m clusters.local up
 
 demo: up ## From prompts to a verdict on this machine: submit the main job and follow it
 	@$(BIN)/ray job submit --log-color=false -- pipelines/full.py --cluster clusters/laptop.yaml \
 	  --set mlflow.tracking_uri=http://127.0.0.1:$(MLFLOW_PORT)
 
 down: ## Stop what `make up` started here, and nothing else
-	@if [ -x $(BIN)/python ]; then $(BIN)/python clusters/local.py down; else echo "down: nothing to stop"; fi
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -m clusters.local down; else echo "down: nothing to stop"; fi
 
 status: ## Say what runs and where
-	@$(BIN)/python clusters/local.py status
+	@$(BIN)/python -m clusters.local status
 
 test: env ## The whole test suite (ARGS="-k head" narrows it)
 	@$(BIN)/python -m pytest $(ARGS)
@@ -52,7 +53,8 @@ lint: types ## Style, formatting and types
 
 types: env ## Types only
 	@$(BIN)/mypy
-	@$(BIN)/mypy clusters/local.py docs/configuration.py
+	@$(BIN)/mypy -p clusters.local
+	@$(BIN)/mypy docs/configuration.py
 
 format: env ## Let ruff mend style and formatting
 	@$(BIN)/ruff check --fix .
@@ -64,8 +66,8 @@ docs: env ## Write docs/configuration.md anew from the settings
 # torchvision, torchaudio and torchcodec of the CPU lock stay out: PyPI has them for CUDA only, and vLLM does without.
 # uv reads its own variables (UV_FIND_LINKS, UV_INDEX_URL ...) besides TORCH_CPU_INDEX.
 UV_COMPILE = $(BIN)/uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 \
-  --no-annotate --no-header --no-emit-index-url --no-emit-find-links
-lock: env ## Resolve pyproject.toml anew into both lock files
+  --no-annotate --no-header --no-emit-index-url --no-emit-find-links $(ARGS)
+lock: env ## Resolve pyproject.toml into both lock files (ARGS=--upgrade: newest that fit)
 	@echo "lock: requirements-cpu.lock"
 	@$(UV_COMPILE) --extra cpu $(if $(TORCH_CPU_INDEX),--index $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match) \
 	  --no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec -o requirements-cpu.lock
@@ -77,14 +79,14 @@ lock: env ## Resolve pyproject.toml anew into both lock files
 # Every step is one line; pip's own words go to .venv/install.log and are shown when it fails.
 define run
 	@echo "env: $(1)"; { $(2); } >> $(INSTALL_LOG) 2>&1 || \
-	  { grep -v 'WARNING: Location' $(INSTALL_LOG) | tail -n 20 >&2; echo "env: failed at '$(1)'. $(3)" >&2; exit 1; }
+	  { grep -v 'WARNING: Location' $(INSTALL_LOG) | tail -n 8 | cut -c1-300 >&2; echo "env: failed at '$(1)'. $(3)" >&2; exit 1; }
 endef
 
 # The stamp's name holds the hash of what is installed: another lock, another stamp.
 $(STAMP):
 	@for stamp in $(VENV)/installed-*; do case $$stamp in *-$(DEVICE)-*|*'*') ;; *) \
 	  echo "env: $(VENV) holds another device's packages ($$stamp). Fix: rm -r $(VENV)" >&2; exit 1;; esac; done
-	@for python in $(PYTHON) python3.11 python3.12 python3; do \
+	@for python in $(or $(PYTHON),python3.11 python3.12 python3); do \
 	  if $$python -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then \
 	    [ -x $(BIN)/python ] || { echo "env: $(VENV) with $$python"; $$python -m venv $(VENV); }; exit 0; fi; \
 	done; echo "env: needs Python 3.11 or 3.12 with venv (Debian and Ubuntu: python3.11-venv). Fix: make env PYTHON=/path/to/python" >&2; exit 1

@@ -62,7 +62,8 @@ def is_section(annotation: Any) -> bool:
 
 
 def model_of(field: FieldInfo) -> type[BaseModel]:
-    assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    assert isinstance(field.annotation, type)
+    assert issubclass(field.annotation, BaseModel)
     return field.annotation
 
 

@@ -152,9 +152,7 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(arguments: list[str], path: s
 @pytest.mark.parametrize("pattern", FORBIDDEN, ids=lambda pattern: FORBIDDEN[pattern])
 def test_no_file_holds_what_must_not_be_there(pattern: str) -> None:
     sources = [
-        path
-        for folder in ("components", "kernels", "pipelines", "clusters")
-        for path in (ROOT / folder).rglob("*.py")
+        path for folder in ("components", "kernels", "pipelines", "clusters") for path in (ROOT / folder).rglob("*.py")
     ]
     found = [
         f"{path.relative_to(ROOT)}:{number}"
