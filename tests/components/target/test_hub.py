@@ -63,35 +63,48 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     server.server_close()
 
 
-def test_ids_resolve_to_a_commit_or_a_fix(hub: tuple[str, Path]) -> None:
-    endpoint, cache = hub
-    cases = [
-        ("lab/tiny", None),
-        ("lab/tiny", COMMIT),
-        ("lab/tiny", "v9"),
-        ("lab/nothing", None),
-        (GATED, None),
-        ("lab/pickled", None),
-        ("lab/refused", None),
-    ]
-    default, pinned, *errors = resolve_all(cases, endpoint, cache)
+CASES: list[tuple[str, str | None]] = [
+    ("lab/tiny", None),
+    ("lab/tiny", COMMIT),
+    ("lab/tiny", "v9"),
+    ("lab/nothing", None),
+    (GATED, None),
+    ("lab/pickled", None),
+    ("lab/refused", None),
+]
+
+
+@pytest.fixture(scope="module")
+def answers(hub: tuple[str, Path]) -> list:
+    return resolve_all(CASES, *hub)
+
+
+def test_ids_resolve_to_a_commit(answers: list) -> None:
+    default, pinned = answers[:2]
     assert default["revision"] == pinned["revision"] == COMMIT
     assert default["digest"] == pinned["digest"]
     assert Path(default["path"], "model.safetensors").is_file()
     assert default["num_layers"] == 6
+
+
+def test_ids_that_cannot_be_used_name_the_setting(answers: list) -> None:
+    errors = answers[2:]
     assert errors[0].startswith("target.revision: lab/tiny has no revision 'v9'")
     assert errors[1].startswith("target.model: lab/nothing is neither a folder nor a Hugging Face model")
     assert errors[2].startswith(f"target.model: {GATED} is gated")
     assert errors[3].startswith("target.model: lab/pickled has no *.safetensors")
     assert errors[4].startswith("target.model: Gemma2ForCausalLM scales or caps its logits")
-    assert "/lab/refused/resolve/" in "".join(HubHandler.requests)
-    assert not [path for path in HubHandler.requests if "refused" in path and path.endswith(".safetensors")]
-    assert not [path for path in HubHandler.requests if path.endswith(".bin")]
 
 
-def test_without_a_network_the_cache_is_used(hub: tuple[str, Path]) -> None:
-    endpoint, cache = hub
-    (before,) = resolve_all([("lab/tiny", None)], endpoint, cache)
+def test_weights_of_a_refused_target_are_not_downloaded(answers: list) -> None:
+    requests = HubHandler.requests
+    assert [path for path in requests if "/lab/refused/resolve/" in path and path.endswith("config.json")]
+    assert not [path for path in requests if "refused" in path and path.endswith(".safetensors")]
+    assert not [path for path in requests if path.endswith(".bin")]
+
+
+def test_without_a_network_the_cache_is_used(hub: tuple[str, Path], answers: list) -> None:
+    _, cache = hub
     cached, unknown = resolve_all([("lab/tiny", None), ("lab/other", None)], "http://127.0.0.1:9", cache)
-    assert cached == before
+    assert cached == answers[0]
     assert unknown.startswith("target.model: lab/other is not in the local cache and Hugging Face cannot be reached")
