@@ -201,8 +201,9 @@ def run_stage(
         lease.check()
         _discard_if_changed(stage, identity, artifacts, location)
         manifest = _manifest(identity, fingerprint, inputs, location, outcome, time.monotonic() - started)
-        location.join(MANIFEST).write_bytes(json.dumps(manifest, indent=1, sort_keys=True).encode())
-    return Artifact(stage.name, location, fingerprint, manifest), True
+        text = json.dumps(manifest, indent=1)
+        location.join(MANIFEST).write_bytes(text.encode())
+    return Artifact(stage.name, location, fingerprint, json.loads(text)), True  # as a later run will read it
 
 
 def _clear(location: Location) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 from mlflow.entities import Metric, Param, Run, RunTag
@@ -47,7 +48,7 @@ class Tracker:
         except httpx.HTTPError as error:
             raise ConfigError(
                 "mlflow.tracking_uri",
-                f"no MLflow server answers at {self.tracking_uri} ({type(error).__name__})",
+                f"no MLflow server answers at {public_address(self.tracking_uri)} ({type(error).__name__})",
                 "start it with `make up`, or set the address of yours",
             ) from None
 
@@ -60,8 +61,9 @@ class Tracker:
     def report(self, figures: Mapping[str, float], step: int) -> None:
         """Send figures of a running stage; never raises for MLflow's sake."""
         try:
+            self.check()
             self.log_metrics(figures, step)
-        except (MlflowException, OSError) as error:
+        except (ConfigError, MlflowException, OSError) as error:
             log.warning("MLflow did not take %s at step %d: %s", sorted(figures), step, error)
 
     def log_metrics(self, figures: Mapping[str, float | None], step: int = 0) -> None:
@@ -109,7 +111,8 @@ class Tracker:
         except (ConfigError, MlflowException, OSError) as error:
             log.warning("MLflow did not take the run's end (%s): %s", status, error)
 
-    def _experiment_id(self) -> str:
+    @property
+    def experiment_id(self) -> str:
         found = self.client.get_experiment_by_name(self.experiment)
         if found is not None:
             return found.experiment_id
@@ -127,7 +130,7 @@ class Tracker:
 
     def _create(self) -> Run:
         mine = self.client.create_run(
-            self._experiment_id(), tags={RUN_KEY_TAG: self.run_key}, run_name=f"aerie-{self.run_key[:8]}"
+            self.experiment_id, tags={RUN_KEY_TAG: self.run_key}, run_name=f"aerie-{self.run_key[:8]}"
         )
         first = self._runs()[0]
         if first.info.run_id != mine.info.run_id:  # another process of this run was first
@@ -137,7 +140,7 @@ class Tracker:
     def _runs(self) -> list[Run]:
         """The runs of this key, oldest first: one, but for a moment when several processes make it at once."""
         return self.client.search_runs(
-            [self._experiment_id()],
+            [self.experiment_id],
             f"tags.`{RUN_KEY_TAG}` = '{self.run_key}'",
             order_by=["attributes.start_time ASC", "attributes.run_id ASC"],
         )
@@ -148,6 +151,12 @@ def _finite(figures: Mapping[str, float | None]) -> dict[str, float]:
     for name in figures.keys() - finite.keys():
         log.info("%s is %s: not logged to MLflow", name, figures[name])
     return finite
+
+
+def public_address(uri: str) -> str:
+    """The address without a user's name and password."""
+    parts = urlsplit(uri)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

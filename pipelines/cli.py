@@ -16,7 +16,9 @@ from rich.table import Table
 from components.config import ConfigError, Settings, load_settings
 from components.lease import LeaseHeld, LeaseLost
 from components.pipeline import Pipeline, Selection, run_key
-from components.stage import Stage, TooManyRowsLost
+from components.publishing.bundle import BundleError
+from components.publishing.registry import ChampionChanged
+from components.stage import InputChanged, Stage, TooManyRowsLost
 from components.storage import Location
 from components.target.vllm_versions import warn_if_untested
 from components.tracking import Tracker
@@ -137,11 +139,12 @@ def guarded(main: Callable[[], None]) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     log.setLevel(logging.INFO)
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     try:
         main()
     except ConfigError as error:
         _fail(f"error: {error}", 2)
-    except (LeaseHeld, LeaseLost, TooManyRowsLost) as error:
+    except (LeaseHeld, LeaseLost, TooManyRowsLost, InputChanged, ChampionChanged, BundleError) as error:
         _fail(f"error: {error}", 1)
 
 

@@ -27,6 +27,12 @@ HEAD_DIGEST_TAG = "aerie.head_digest"
 NUM_SPECULATIVE_TOKENS_TAG = "aerie.num_speculative_tokens"
 REPLACED_VERSION_TAG = "aerie.replaced_version"
 BUNDLE_SHA256_TAG = "aerie.bundle_sha256"
+TARGET_MODEL_TAG = "aerie.target_model"
+TARGET_REVISION_TAG = "aerie.target_revision"
+TARGET_DIGEST_TAG = "aerie.target_digest"
+VLLM_TAG = "aerie.vllm"
+DATA_DIGEST_TAG = "aerie.data_digest"
+GIT_TAG = "aerie.git"
 
 NO_SUCH_ALIAS = "INVALID_PARAMETER_VALUE"
 NO_SUCH_NAME = "RESOURCE_DOES_NOT_EXIST"
@@ -73,6 +79,16 @@ def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | No
 
 def champion(client: MlflowClient, name: str) -> ModelVersion | None:
     return find_alias(client, name, CHAMPION)
+
+
+def find_version(client: MlflowClient, name: str, version: int | str) -> ModelVersion | None:
+    """The version; None when there is no such version or model."""
+    try:
+        return client.get_model_version(name, str(version))
+    except MlflowException as error:
+        if error.error_code == NO_SUCH_NAME:
+            return None
+        raise
 
 
 def register_version(

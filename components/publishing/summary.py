@@ -1,0 +1,102 @@
+"""The end of a job: what was measured, what the gate says, where to look."""
+
+from collections.abc import Sequence
+
+import ray
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from components.evaluation.gate import Reason, Verdict
+from components.pipeline import Pipeline
+from components.publishing import tables
+from components.publishing.evidence import Evidence
+from components.publishing.registry import find_version
+from components.publishing.run_log import mlflow_errors
+from components.publishing.tables import Table
+from components.stage import Artifact
+from components.tracking import public_address
+
+
+def print_summary(pipeline: Pipeline, console: Console | None = None) -> None:
+    """Print the results of a finished job, from its manifests alone: a run that found everything done prints the same."""
+    console = console or Console()
+    publish = pipeline.artifacts.get("publish")
+    if publish is None:
+        done = ", ".join(pipeline.artifacts)
+        console.print(f"Done up to here: {done}. The verdict comes with the stage publish.")
+        return
+    evidence = Evidence(pipeline.settings, pipeline.artifacts, stored_verdict(publish))
+    evaluation, ab = tables.arms_table(evidence.evaluation), tables.ab_table(evidence.ab)
+    for table in (evaluation, ab, tables.verdict_table(evidence.verdict)):
+        console.print(_rich(table))
+    console.print(f"[bold]{verdict_line(publish)}[/bold]")
+    if not pipeline.made:
+        console.print("Everything was done already; nothing was written.")
+    _print_addresses(console, _addresses(pipeline, publish))
+
+
+def stored_verdict(publish: Artifact) -> Verdict:
+    """The verdict that a finished `publish` output holds."""
+    facts = publish.facts
+    return Verdict(facts["promote"], tuple(Reason(**reason) for reason in facts["reasons"]))
+
+
+def verdict_line(publish: Artifact) -> str:
+    """One sentence: the verdict and what became of the version."""
+    facts = publish.facts
+    failed = ", ".join(reason.check for reason in stored_verdict(publish).failures)
+    champion = "none" if facts["champion"] is None else f"version {facts['champion']}"
+    said = "promote" if facts["promote"] else f"refused ({failed})"
+    return f"Verdict: {said}. {facts['name']} version {facts['version']}: {_aliases(facts['aliases'])}; champion: {champion}."
+
+
+def _addresses(pipeline: Pipeline, publish: Artifact) -> list[tuple[str, str]]:
+    facts, server = publish.facts, public_address(pipeline.settings.mlflow.tracking_uri)
+    found = [
+        ("MLflow", server),
+        ("  this run", f"{server}/#/experiments/{facts['experiment_id']}/runs/{facts['run_id']}"),
+        ("  this head", f"{server}/#/models/{facts['name']}/versions/{facts['version']}{_missing(pipeline, publish)}"),
+        ("Ray dashboard", _dashboard()),
+        ("A/B endpoint", _endpoint(pipeline)),
+        ("Report", publish.join("report.html").uri),
+        ("Bundle", publish.join("bundle").uri),
+    ]
+    return [*found, ("  on S3", facts["bundle_uri"])] if facts["bundle_uri"] else found
+
+
+def _missing(pipeline: Pipeline, publish: Artifact) -> str:
+    """A warning when MLflow no longer has what was published: its database was emptied since."""
+    with mlflow_errors(pipeline.settings.mlflow.tracking_uri):
+        found = find_version(pipeline.tracker.client, publish.facts["name"], publish.facts["version"])
+    return "" if found is not None else " (no longer there: publish it again with --force publish)"
+
+
+def _dashboard() -> str:
+    if not ray.is_initialized():  # nothing had to run, so nothing connected
+        return "http://127.0.0.1:8265 unless `ray start` said otherwise"
+    return f"http://{ray.init(ignore_reinit_error=True).dashboard_url}"
+
+
+def _endpoint(pipeline: Pipeline) -> str:
+    address = f"{pipeline.artifacts['ab'].facts['endpoint']}/v1"
+    return address if pipeline.settings.ab.keep_serving else f"{address} (stopped: ab.keep_serving is off)"
+
+
+def _aliases(aliases: Sequence[str]) -> str:
+    return ", ".join(aliases) or "no alias"
+
+
+def _rich(table: Table) -> RichTable:
+    printed = RichTable(
+        *table.headers, title=table.title, title_justify="left", caption=table.note, caption_justify="left"
+    )
+    for row in table.rows:
+        printed.add_row(*row)
+    return printed
+
+
+def _print_addresses(console: Console, addresses: Sequence[tuple[str, str]]) -> None:
+    grid = RichTable.grid(padding=(0, 2))
+    for what, address in addresses:
+        grid.add_row(what, address)
+    console.print(grid, soft_wrap=True)

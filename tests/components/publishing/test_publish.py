@@ -1,0 +1,288 @@
+"""Publishing on a real MLflow server: promotion, no-ops, refusals, crashes in the middle, a champion that changed meanwhile."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from mlflow.tracking import MlflowClient
+from rich.console import Console
+
+from components.config import ConfigError
+from components.pipeline import Pipeline, Selection
+from components.publishing import registry
+from components.publishing.bundle import HEAD_FILES, head_digest, verify_bundle
+from components.publishing.registry import ChampionChanged, NothingToRollBack, rollback
+from components.publishing.stages import champion_stage, registry_of
+from components.publishing.summary import print_summary
+from components.stage import run_stage
+from tests.components.publishing.rehearsal import rehearse
+from tests.conftest import free_port, project_environment, run_mlflow_server
+
+DIE_AT = """
+import os, signal, sys
+from pathlib import Path
+from mlflow.tracking import MlflowClient
+from components.pipeline import Selection
+from tests.components.publishing.rehearsal import rehearse
+
+def die(client, name, *arguments, **others):
+    if sys.argv[4] in ("", *arguments):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(client, name, *arguments, **others)
+
+original = getattr(MlflowClient, sys.argv[3])
+setattr(MlflowClient, sys.argv[3], die)
+rehearse(Path(sys.argv[1]), sys.argv[2], *sys.argv[5:]).run(Selection())
+"""
+
+
+@pytest.fixture
+def name() -> str:
+    return f"head-{uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def client(mlflow_server: str) -> MlflowClient:
+    return MlflowClient(mlflow_server)
+
+
+def run(folder: Path, server: str, *overrides: str, **how: Any) -> Pipeline:
+    pipeline = rehearse(folder, server, *overrides, **how)
+    pipeline.run(Selection())
+    return pipeline
+
+
+def facts(pipeline: Pipeline) -> Mapping[str, Any]:
+    return pipeline.artifacts["publish"].facts
+
+
+def aliases(client: MlflowClient, name: str) -> dict[str, str]:
+    return dict(client.get_registered_model(name).aliases)
+
+
+def test_the_first_head_is_promoted_and_alias_digest_and_download_agree(
+    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
+) -> None:
+    done = run(tmp_path / "s", mlflow_server, f"publish.name={name}")
+    assert facts(done)["verdict"] == "promote", facts(done)["reasons"]
+    assert aliases(client, name) == {"champion": "1", "challenger": "1"}
+    version = client.get_model_version(name, "1")
+    local = done.artifacts["publish"].join("bundle").path
+    downloaded = registry.download_version(client, name, 1, tmp_path / "download")
+    assert verify_bundle(downloaded) == verify_bundle(local) == version.tags["aerie.bundle_sha256"]
+    assert head_digest(downloaded) == version.tags["aerie.head_digest"] == facts(done)["head_digest"]
+    assert head_digest(done.artifacts["head"].join("head").path) == version.tags["aerie.head_digest"]
+    assert {path.name for path in downloaded.iterdir()} == {
+        *HEAD_FILES, "README.md", "evaluation.json", "ab.json", "provenance.json", "SHA256SUMS",
+    }  # fmt: skip
+    assert version.tags["aerie.num_speculative_tokens"] == "3"
+    assert version.tags["aerie.target_digest"] == "d" * 64
+    assert version.tags["aerie.data_digest"] == done.artifacts["features"].digest
+
+
+def test_the_run_holds_figures_curves_plots_and_the_report(
+    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
+) -> None:
+    done = run(tmp_path, mlflow_server, f"publish.name={name}")
+    found = client.get_run(facts(done)["run_id"])
+    evaluation = done.artifacts["evaluation"].facts["arms"]
+    assert found.info.status == "FINISHED"
+    assert found.data.metrics["eval/candidate/al"] == evaluation["candidate"]["al"]
+    assert found.data.metrics["eval/candidate/accepted_at_1"] == evaluation["candidate"]["accepted_at"][0]
+    assert found.data.metrics["data/prompts/lost"] == 2
+    assert found.data.metrics["ab/challenger/al"] == 1.4
+    assert "ab/none/al" not in found.data.metrics  # no rounds: undefined, not 0
+    assert found.data.params["train.epochs"] == "3"
+    history = client.get_metric_history(found.info.run_id, "validation/accuracy_depth_0")
+    assert [m.step for m in history] == list(range(2, 9))  # step 1 is NaN
+    files = {file.path for file in client.list_artifacts(found.info.run_id)}
+    assert {"report.html", "verdict.json", "settings.json", "plots", "bundle"} <= files
+    assert len(client.list_artifacts(found.info.run_id, "plots")) == 7
+
+
+def test_the_same_job_again_writes_nothing_though_it_became_the_champion(
+    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
+) -> None:
+    first = run(tmp_path, mlflow_server, f"publish.name={name}")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    version_before = client.get_model_version(name, "1").last_updated_timestamp
+    again = run(tmp_path, mlflow_server, f"publish.name={name}")
+    assert again.made == []
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert facts(again) == facts(first)
+    assert client.get_model_version(name, "1").last_updated_timestamp == version_before
+
+
+def test_a_better_head_replaces_the_champion_and_rollback_gives_it_back(
+    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
+) -> None:
+    run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.4)
+    better = run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.8)
+    assert facts(better)["verdict"] == "promote", facts(better)["reasons"]
+    assert aliases(client, name) == {"champion": "2", "challenger": "2", "previous": "1"}
+    assert better.artifacts["incumbent"].facts["version"] == 1
+    assert run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.8).made == []
+    heads = registry_of(better.settings, better.storage)
+    assert rollback(heads).version == 1
+    assert aliases(client, name) == {"champion": "1", "challenger": "2", "previous": "2"}
+    assert run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.8).made == []
+    assert aliases(client, name)["champion"] == "1"  # a repeated job does not undo a rollback
+    assert rollback(heads).version == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "quality", "failed"),
+    [
+        (["ab.salt=another"], 0.6, "another head than the champion"),
+        (["train.epochs=4"], 0.59, "acceptance length at K=3"),
+        (["train.epochs=4"], 0.3, "acceptance length at K=3"),
+        (["evaluate.num_speculative_tokens=5"], 0.6, "another head"),
+    ],
+    ids=["the same head", "no real gain", "a worse head", "a larger K alone"],
+)
+def test_what_is_not_better_is_a_challenger_only(
+    tmp_path: Path,
+    mlflow_server: str,
+    client: MlflowClient,
+    name: str,
+    overrides: list[str],
+    quality: float,
+    failed: str,
+) -> None:
+    run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.6)
+    refused = run(tmp_path, mlflow_server, f"publish.name={name}", *overrides, quality=quality)
+    assert facts(refused)["verdict"] == "refuse"
+    assert failed in [reason["check"] for reason in facts(refused)["reasons"] if not reason["passed"]]
+    assert aliases(client, name) == {"champion": "1", "challenger": "2"}
+    assert run(tmp_path, mlflow_server, f"publish.name={name}", *overrides, quality=quality).made == []
+
+
+def test_promote_off_registers_and_leaves_the_champion(
+    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
+) -> None:
+    done = run(tmp_path, mlflow_server, f"publish.name={name}", "publish.promote=false")
+    assert facts(done)["verdict"] == "promote"
+    assert aliases(client, name) == {"challenger": "1"}
+
+
+@pytest.mark.parametrize(
+    ("method", "argument"),
+    [("create_model_version", ""), ("set_registered_model_alias", "champion")],
+    ids=["after the upload", "before the alias"],
+)
+def test_kill_9_while_publishing_then_the_same_command_ends_with_one_version(
+    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str, method: str, argument: str
+) -> None:
+    command = [sys.executable, "-c", DIE_AT, str(tmp_path), mlflow_server, method, argument, f"publish.name={name}"]
+    killed = subprocess.run(command, env=project_environment(), capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert registry.champion(client, name) is None  # nothing half published serves
+    done = run(tmp_path, mlflow_server, f"publish.name={name}")
+    assert done.made == ["publish"]
+    assert aliases(client, name) == {"champion": "1", "challenger": "1"}
+    assert len(client.search_model_versions(f"name = '{name}'")) == 1
+    history = client.get_metric_history(facts(done)["run_id"], "train/loss")
+    assert [m.step for m in history] == list(range(1, 9))  # no point twice
+
+
+def test_a_champion_that_changed_meanwhile_stops_the_promotion_and_the_next_run_measures_against_it(
+    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
+) -> None:
+    run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.3)
+    run(tmp_path, mlflow_server, f"publish.name={name}", "publish.promote=false", quality=0.5)
+
+    def interfere(stage: str) -> None:
+        if stage == "ab":
+            client.set_registered_model_alias(name, "champion", "2")
+
+    late = rehearse(tmp_path, mlflow_server, f"publish.name={name}", quality=0.8, on_stage=interfere)
+    with pytest.raises(ChampionChanged, match=r"was version 1 .* is version 2 now; repeat the command"):
+        late.run(Selection())
+    assert aliases(client, name)["champion"] == "2"
+    done = run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.8)
+    assert done.artifacts["incumbent"].facts["version"] == 2
+    assert aliases(client, name) == {"champion": str(facts(done)["version"]), "previous": "2", "challenger": "4"}
+
+
+def test_mlflow_down_says_so_and_the_same_command_finishes_later(tmp_path: Path, name: str) -> None:
+    port = free_port()
+    overrides = [f"publish.name={name}"]
+    with run_mlflow_server(tmp_path, port) as address:
+        rehearse(tmp_path / "s", address, *overrides).run(Selection(last="ab"))
+    with pytest.raises(ConfigError, match=rf"mlflow\.tracking_uri: no MLflow server answers at .*:{port}"):
+        run(tmp_path / "s", address, *overrides)
+    with run_mlflow_server(tmp_path, port) as address:
+        done = run(tmp_path / "s", address, *overrides)
+        assert done.made == ["publish"]
+        assert aliases(MlflowClient(address), name)["champion"] == "1"
+
+
+def test_a_head_for_another_target_is_not_compared(tmp_path: Path, mlflow_server: str, name: str) -> None:
+    run(tmp_path, mlflow_server, f"publish.name={name}")
+    with pytest.raises(ConfigError, match=r"publish\.name: .* drafts for another target \(bundled:rehearsal\)"):
+        run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.7, target_digest="e" * 64)
+
+
+def test_a_bundle_made_again_leaves_the_champion_alone(
+    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
+) -> None:
+    run(tmp_path, mlflow_server, f"publish.name={name}")
+    forced = rehearse(tmp_path, mlflow_server, f"publish.name={name}")
+    forced.run(Selection(forced=("publish",)))
+    assert aliases(client, name) == {"champion": "1", "challenger": "1"}  # the same bytes are the same version
+
+
+def test_the_bundle_also_goes_to_s3(tmp_path: Path, mlflow_server: str, name: str, s3_bucket: str) -> None:
+    done = run(tmp_path, mlflow_server, f"publish.name={name}", f"publish.bundle_uri={s3_bucket}/heads")
+    assert facts(done)["bundle_uri"] == f"{s3_bucket}/heads/{facts(done)['bundle_sha256'][:16]}"
+
+
+def test_the_champion_stage_serves_what_was_promoted(
+    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
+) -> None:
+    done = rehearse(tmp_path, mlflow_server, f"publish.name={name}")
+    with pytest.raises(ConfigError, match=rf"publish\.name: {name} has no champion"):
+        run_stage(champion_stage(done.settings), {}, done.storage, 30.0)
+    done.run(Selection())
+    served, _ = run_stage(champion_stage(done.settings), {}, done.storage, 30.0)
+    assert served.facts["version"] == 1
+    assert head_digest(served.join("head").path) == facts(done)["head_digest"]
+    with pytest.raises(NothingToRollBack):
+        rollback(registry_of(done.settings, done.storage))
+
+
+def test_the_summary_is_the_same_after_a_no_op(tmp_path: Path, mlflow_server: str, name: str) -> None:
+    first, again = printed(run(tmp_path, mlflow_server, f"publish.name={name}")), Console(width=200, record=True)
+    print_summary(run(tmp_path, mlflow_server, f"publish.name={name}"), again)
+    text = again.export_text()
+    assert text.replace("Everything was done already; nothing was written.\n", "") == first
+    assert f"Verdict: promote. {name} version 1: challenger, champion; champion: version 1." in text
+    assert f"{mlflow_server}/#/models/{name}/versions/1 " in text
+    assert "no longer there" not in text
+    assert "http://127.0.0.1:8000/v1" in text
+    assert "bigram table (walked)" in text
+
+
+def test_the_summary_says_when_mlflow_was_emptied(
+    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
+) -> None:
+    run(tmp_path, mlflow_server, f"publish.name={name}")
+    client.delete_registered_model(name)
+    assert "publish it again with --force publish" in printed(run(tmp_path, mlflow_server, f"publish.name={name}"))
+
+
+def test_a_partial_job_says_what_is_done(tmp_path: Path, mlflow_server: str, name: str) -> None:
+    partial = rehearse(tmp_path, mlflow_server, f"publish.name={name}")
+    partial.run(Selection(last="head"))
+    assert "Done up to here: target, prompts, responses, features, vocabulary, head." in printed(partial)
+
+
+def printed(pipeline: Pipeline) -> str:
+    console = Console(width=200, record=True)
+    print_summary(pipeline, console)
+    return console.export_text()
