@@ -1,0 +1,100 @@
+"""What people read: the report stands alone, the card's command parses as vLLM's own arguments, every arm is named."""
+
+import json
+import re
+import shlex
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from huggingface_hub import metadata_load
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from components.pipeline import Pipeline, Selection
+from tests.components.publishing.rehearsal import rehearse
+
+LOADING = {"src", "srcset", "data", "poster", "background", "action", "formaction"}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory, mlflow_server: str) -> Pipeline:
+    """Two heads, the second against the first as champion."""
+    folder = tmp_path_factory.mktemp("report")
+    rehearse(folder, mlflow_server, "publish.name=report-head", quality=0.4).run(Selection())
+    better = rehearse(folder, mlflow_server, "publish.name=report-head", quality=0.8)
+    better.run(Selection())
+    return better
+
+
+class Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.images = 0
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.images += tag == "img"
+        self.loads += [value or "" for name, value in attributes if name in LOADING]
+
+
+def test_the_report_loads_nothing_and_has_its_plots_inside(published: Pipeline) -> None:
+    html = published.artifacts["publish"].join("report.html").read_bytes().decode()
+    reader = Reader()
+    reader.feed(html)
+    assert reader.images == 7
+    assert all(load.startswith("data:image/png;base64,") for load in reader.loads)
+    assert not {"script", "link", "iframe", "object", "base"} & reader.tags
+    assert "@import" not in html
+    assert "url(" not in html
+
+
+def test_the_report_says_the_verdict_and_every_arm(published: Pipeline) -> None:
+    html = published.artifacts["publish"].join("report.html").read_bytes().decode()
+    assert "Version 2 of report-head serves in place of version 1." in html
+    for text in ("<td>none</td>", "<td>ngram</td>", "<td>candidate</td>", "<td>champion</td>", "bigram table (walked)"):
+        assert text in html
+    assert "<td>tie</td>" in html  # prompt-0's last token differs at a gap of 0.125
+    assert "dropped[empty] 2" in html
+    assert "{{" not in html
+
+
+def test_text_from_outside_is_escaped(tmp_path: Path, mlflow_server: str) -> None:
+    name = "<img src=x>"
+    pipeline = rehearse(tmp_path, mlflow_server, f"publish.name={name}")
+    pipeline.run(Selection())
+    html = pipeline.artifacts["publish"].join("report.html").read_bytes().decode()
+    assert "<img src=x" not in html
+    assert "&lt;img src=x&gt;" in html
+
+
+def test_the_cards_command_is_one_that_vllm_parses(published: Pipeline) -> None:
+    card = published.artifacts["publish"].join("bundle", "README.md").read_bytes().decode()
+    [command] = re.findall(r"```bash\n(.*?)\n```", card, flags=re.DOTALL)
+    program, subcommand, model, *arguments = shlex.split(command)
+    assert (program, subcommand, model) == ("vllm", "serve", "/models/rehearsal")
+    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(arguments)
+    expected = {"method": "eagle3", "model": ".", "num_speculative_tokens": 3, "parallel_drafting": True}
+    assert parsed.speculative_config == expected
+
+
+def test_the_card_has_the_tables_and_a_readable_header(published: Pipeline) -> None:
+    bundle = published.artifacts["publish"].join("bundle").path
+    metadata = metadata_load(bundle / "README.md")
+    assert metadata["license"] == "apache-2.0"
+    card = (bundle / "README.md").read_text()
+    evaluation = json.loads((bundle / "evaluation.json").read_text())
+    assert f"| candidate | 3 | {evaluation['arms']['candidate']['al']:.3f} |" in card
+    for line in card.splitlines():
+        assert "None" not in line
+        assert "{{" not in line
+
+
+def test_provenance_leads_back_to_every_output(published: Pipeline) -> None:
+    provenance = json.loads(published.artifacts["publish"].join("bundle", "provenance.json").read_bytes())
+    for name in ("target", "prompts", "responses", "features", "vocabulary", "head", "evaluation", "ab"):
+        assert provenance["stages"][name]["digest"] == published.artifacts[name].digest
+    assert provenance["stages"]["prompts"]["rows"]["dropped"] == {"empty": 2}
+    assert "argv" not in json.dumps(provenance)
