@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import ray
 import ray.data
 from ray.exceptions import RayError
@@ -93,16 +92,15 @@ class PartWorker:
         if time.monotonic() - self._reported_at_s >= REPORT_INTERVAL_S:
             self._flush()
 
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        names = list(batch)
-        tasks = [PartTask(**dict(zip(names, map(int, row), strict=True))) for row in zip(*batch.values(), strict=True)]
+    def __call__(self, call: dict[str, Any]) -> dict[str, Any]:
+        tasks = [PartTask(**task) for task in call["tasks"]]
         try:
             self.make(tasks)
         except Exception:
             self._leave_reason(tasks, traceback.format_exc())
             os._exit(1)
         self._flush()
-        return {"number": batch["number"]}
+        return {"parts": len(tasks)}
 
     def _flush(self) -> None:
         ray.get(self._progress.add.remote(dict(self._unreported)))
@@ -128,11 +126,16 @@ def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> list[PartTask]:
     for attempt in range(MAX_ATTEMPTS):
         if not pending:
             break
-        if attempt:
-            log.warning("%s: %d parts failed, attempt %d of %d", job.title, len(pending), attempt + 1, MAX_ATTEMPTS)
         parts_per_call = min(PARTS_PER_CALL, -(-len(pending) // job.resources.replicas)) if attempt == 0 else 1
         _run(job, pending, parts_per_call)
         pending = _missing(job, tasks)
+        for task in pending:
+            reason, detail = failure_reason(job.output, task.number)
+            last_line = detail.strip().rpartition("\n")[2]
+            log.warning(
+                "%s: part %d failed in attempt %d of %d: %s (%s)",
+                job.title, task.number, attempt + 1, MAX_ATTEMPTS, reason, last_line,
+            )  # fmt: skip
     return pending
 
 
@@ -141,7 +144,7 @@ def failure_reason(output: Location, number: int) -> tuple[str, str]:
     note = output.join(FAILURES, str(number))
     if note.exists():
         return "worker_error", note.read_bytes().decode()[-2000:]
-    return "worker_died", "the worker's process ended without a word, each time"
+    return "worker_died", "the worker's process ended without a word"
 
 
 def _missing(job: PartJob, tasks: Sequence[PartTask]) -> list[PartTask]:
@@ -151,20 +154,20 @@ def _missing(job: PartJob, tasks: Sequence[PartTask]) -> list[PartTask]:
 
 def _run(job: PartJob, tasks: Sequence[PartTask], parts_per_call: int) -> None:
     progress = ray.remote(num_cpus=0)(Progress).remote()
-    calls = -(-len(tasks) // parts_per_call)
+    calls = [
+        {"tasks": [asdict(task) for task in tasks[start : start + parts_per_call]]}
+        for start in range(0, len(tasks), parts_per_call)
+    ]
+    replicas = min(job.resources.replicas, len(calls))
     with _quiet_context(), _progress_lines(job, lambda: ray.get(progress.done.remote(), timeout=5)):
-        done = ray.data.from_items([asdict(task) for task in tasks], override_num_blocks=calls).map_batches(
+        done = ray.data.from_items(calls, override_num_blocks=len(calls)).map(
             job.worker,
             fn_constructor_args=(job.output, progress, *job.worker_args),
-            batch_size=parts_per_call,
-            batch_format="numpy",
-            compute=ray.data.ActorPoolStrategy(
-                size=min(job.resources.replicas, calls), max_tasks_in_flight_per_actor=1
-            ),
+            compute=ray.data.ActorPoolStrategy(size=replicas, max_tasks_in_flight_per_actor=1),
             num_cpus=job.resources.num_cpus,
             num_gpus=job.resources.num_gpus,
             runtime_env={"env_vars": dict(job.env)},
-            max_restarts=len(tasks) + 1,  # each death costs one call of this run, so this many can be needed
+            max_restarts=len(calls),  # each death costs one call of this run, so no more can be needed
             max_task_retries=0,  # retried by the next run, on its own: Ray would repeat a deadly part for ever
         )
         for _ in done.iter_rows():
@@ -173,14 +176,14 @@ def _run(job: PartJob, tasks: Sequence[PartTask], parts_per_call: int) -> None:
 
 @contextmanager
 def _quiet_context() -> Iterator[None]:
-    """Ray Data without progress bars in the job's log, and without ending the job for one failed call."""
+    """Ray Data without progress bars and tracebacks in the job's log, and without ending the job for one failed call."""
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.max_errored_blocks = -1
     logger = logging.getLogger("ray.data")
     level = logger.level
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(logging.CRITICAL)  # `make_parts` says in a line what failed
     try:
         with ray.data.DataContext.current(context):
             yield
