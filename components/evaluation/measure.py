@@ -179,11 +179,12 @@ def _answers_pass(
     before = engine_acceptance(engine)
     params = greedy(options.max_new_tokens, logprobs=None if arm.speculates else NUM_RIVALS)
     runs = generate(engine, prompts, params, options.concurrency, f"arm {arm.name}, answers")
-    answers = tuple(_answer(run, arm) for run in runs)
+    answers = tuple(make_answer(run, arm) for run in runs)
     return answers, _difference(engine_acceptance(engine), before) if arm.speculates else None
 
 
-def _answer(run: Generation, arm: Arm) -> Answer:
+def make_answer(run: Generation, arm: Arm) -> Answer:
+    """What is kept of a finished request: its counters as vLLM sums them over its rounds, its tokens and its steps."""
     assert run.last is not None
     metrics = run.last.spec_decode_metrics
     histogram = metrics.histogram if metrics else []

@@ -8,7 +8,7 @@ Legend: A anchors, K drafts a round, U draft vocabulary, n tokens of a text.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from components.draft.batch import Document, PackedBatch
 from components.draft.chains import ChainRows, Chains
 from components.draft.drafting import greedy_drafts
 from components.draft.head import DraftHead
-from components.draft.losses import head_logits
 from components.draft.passes import chain_pass, prefix_pass
 from components.evaluation.arms import Arm
 from components.evaluation.measure import generate, greedy, start_engine
@@ -49,8 +48,25 @@ class RecordedText:
     """A prompt with its answer and what vLLM proposed on the way."""
 
     key: str
+    num_prompt_tokens: int
     token_ids: tuple[int, ...]
     proposals: tuple[RecordedDraft, ...]
+
+    def usable_proposals(self) -> list[RecordedDraft]:
+        """Without those past the recorded text (a round that ran over the answer's end)."""
+        return [p for p in self.proposals if p.anchor + 1 < len(self.token_ids)]
+
+    def drafter_ids(self) -> list[int]:
+        """The text as vLLM's drafter read it.
+
+        Where vLLM reads a prompt in chunks, the drafter does not know the token after a chunk's last one and takes the prompt's last
+        token instead (vllm/v1/spec_decode/llm_base_proposer.py, `prepare_next_token_ids_padded`). That row stays in its cache.
+        """
+        ids = list(self.token_ids)
+        for proposal in self.usable_proposals():
+            if proposal.anchor + 1 < self.num_prompt_tokens:
+                ids[proposal.anchor + 1] = proposal.next_token
+        return ids
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,7 @@ def record_texts(
     return [
         RecordedText(
             run.prompt.key,
+            len(run.prompt.prompt_ids),
             (*run.prompt.prompt_ids, *run.token_ids),
             tuple(draft for draft in recorded if draft.request_id.rpartition("-")[0] == run.prompt.key),
         )
@@ -105,9 +122,6 @@ def record_texts(
 def compare_drafts(texts: Sequence[RecordedText], target: PreTrainedModel, head: DraftHead) -> PreflightReport:
     """Draft at vLLM's anchors from captured features and compare, depth by depth.
 
-    Proposals past the recorded text (a round that ran over the answer's end), and those that vLLM makes before it has read
-    the whole prompt, are left out: nobody uses them.
-
     Args:
         texts: From `record_texts`.
         target: In the dtype that vLLM served with.
@@ -117,7 +131,8 @@ def compare_drafts(texts: Sequence[RecordedText], target: PreTrainedModel, head:
     tally = _Tally(NEAR_TIES[dtype])
     for text in texts:
         document = capture_document(target, text.token_ids, head.config.aux_layers)
-        proposals = [p for p in text.proposals if _usable(p, text.token_ids)]
+        document = replace(document, input_ids=document.input_ids.new_tensor(text.drafter_ids()))
+        proposals = text.usable_proposals()
         if proposals:
             drafts_NK = greedy_drafts(head, [document], len(proposals[0].drafts), every_row=True)[0]
             _compare_text(text.key, document, proposals, drafts_NK, head, tally)
@@ -141,11 +156,6 @@ def capture_document(target: PreTrainedModel, token_ids: Sequence[int], aux_laye
     aux_hidden = capture(target, input_ids[None], aux_layers).aux_hidden
     mask = torch.zeros(len(token_ids), dtype=torch.bool, device=target.device)
     return Document(input_ids, mask, aux_hidden, aux_hidden[:, :0])
-
-
-def _usable(proposal: RecordedDraft, token_ids: Sequence[int]) -> bool:
-    following = proposal.anchor + 1
-    return following < len(token_ids) and token_ids[following] == proposal.next_token
 
 
 class _Tally:
@@ -210,7 +220,7 @@ def _gaps(head: DraftHead, document: Document, anchor_A: Tensor, ours_AK: Tensor
     chain_RH = chain_pass(head, batch, ChainRows.of(chains), prefix)
     first_AH = prefix.hidden_NH[anchor_A]
     hidden_AKH = torch.cat([first_AH[:, None], chain_RH.view(len(anchor_A), num_drafts - 1, first_AH.shape[1])], dim=1)
-    logits_AKU = head_logits(head.norm(hidden_AKH).flatten(0, 1), head.lm_head.weight).view(*ours_AK.shape, -1)
+    logits_AKU = head.norm(hidden_AKH).float() @ head.lm_head.weight.float().T
     theirs_AK = head.draft_ids(vllms_AK)
     ours_logit = logits_AKU.gather(2, head.draft_ids(ours_AK)[..., None])[..., 0]
     theirs_logit = logits_AKU.gather(2, theirs_AK.clamp(min=0)[..., None])[..., 0]

