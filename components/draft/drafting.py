@@ -15,7 +15,7 @@ from torch import Tensor
 from components.draft.batch import Document, PackedBatch
 from components.draft.chains import ChainRows, Chains, cut_parts, supervised_chains
 from components.draft.head import DraftHead
-from components.draft.losses import CHUNK_ROWS, head_logits
+from components.draft.losses import best_drafts
 from components.draft.passes import chain_pass, prefix_pass
 
 NO_DRAFT = -1
@@ -165,10 +165,6 @@ def _pack_drafts(
         hidden_EH = torch.cat([prefix.hidden_NH[anchor_A[part]], chain_pass(head, batch, rows, prefix)])
         depth_E = torch.cat([torch.zeros_like(anchor_A[part]), rows.depth_R])
         anchor_E = torch.cat([anchor_A[part], rows.anchor_R])
-        drafts_NK[anchor_E, depth_E] = _best_tokens(head, head.norm(hidden_EH), autocast)
+        best_E = best_drafts(head.norm(hidden_EH), head.lm_head.weight, autocast)
+        drafts_NK[anchor_E, depth_E] = head.target_ids_U[best_E]
     return drafts_NK
-
-
-def _best_tokens(head: DraftHead, normed_EH: Tensor, autocast: torch.dtype | None) -> Tensor:
-    best = [head_logits(rows_CH, head.lm_head.weight, autocast).argmax(1) for rows_CH in normed_EH.split(CHUNK_ROWS)]
-    return head.target_ids_U[torch.cat(best)]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 LossKind = Literal["kl", "cross_entropy"]
 
-# Logits exist for this many rows at once, and softmax works on blocks small enough for a core's cache.
-CHUNK_ROWS = 512
+# Logits exist for this many elements at once (64 MiB in fp32), and softmax works on blocks that fit a core's cache.
+CHUNK_ELEMENTS = 1 << 24
 BLOCK_ELEMENTS = 1 << 19
 
 
@@ -56,7 +56,7 @@ def distillation_loss(
     *,
     kind: LossKind = "kl",
     product_dtype: torch.dtype | None = None,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int | None = None,
 ) -> LossRows:
     """Sum over rows of KL(teacher || head) or of the cross entropy with the recorded token.
 
@@ -74,7 +74,7 @@ def distillation_loss(
         target_R: [R] draft id of the recorded token, -1 when it has none.
         kind: "kl" or "cross_entropy".
         product_dtype: dtype of the factors of matrix products (bf16); their sums are fp32. Default: as given.
-        chunk_rows: rows whose logits exist at once.
+        chunk_rows: rows whose logits exist at once; by default as many as make 64 MiB.
 
     Returns:
         The sum, whose gradients for `hidden_RH` and `lm_head_UH` are already formed, and per-row values.
@@ -82,15 +82,19 @@ def distillation_loss(
     order_R = position_R.argsort(stable=True)
     loss_sum, loss_R, hit_R = _Distillation.apply(
         hidden_RH[order_R], lm_head_UH, teacher, last_hidden_PT, position_R[order_R], target_R[order_R],
-        kind, product_dtype or hidden_RH.dtype, chunk_rows,
+        kind, product_dtype or hidden_RH.dtype, chunk_rows or _rows_per_chunk(lm_head_UH),
     )  # fmt: skip
     return LossRows(loss_sum, torch.empty_like(loss_R).scatter_(0, order_R, loss_R), hit_R[order_R.argsort()])
 
 
-def head_logits(hidden_RH: Tensor, lm_head_UH: Tensor, product_dtype: torch.dtype | None = None) -> Tensor:
-    """[R, U] logits in at least fp32, with the same products as the loss; no gradient."""
+def best_drafts(hidden_RH: Tensor, lm_head_UH: Tensor, product_dtype: torch.dtype | None = None) -> Tensor:
+    """[R] draft id of the largest logit, with the same products as the loss; no gradient."""
+    if len(hidden_RH) == 0:
+        return torch.empty(0, dtype=torch.int64, device=hidden_RH.device)
     dtype = product_dtype or hidden_RH.dtype
-    return _product(hidden_RH.detach().to(dtype), lm_head_UH.detach().to(dtype).T)
+    hidden_RH, lm_head_UH = _factor(hidden_RH.detach(), dtype), _factor(lm_head_UH.detach(), dtype)
+    chunks = hidden_RH.split(_rows_per_chunk(lm_head_UH))
+    return torch.cat([_logits(rows_CH, lm_head_UH, dtype).argmax(1) for rows_CH in chunks])
 
 
 class _Distillation(torch.autograd.Function):
@@ -107,39 +111,52 @@ class _Distillation(torch.autograd.Function):
         dtype: torch.dtype,
         chunk_rows: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wants_grad = any(ctx.needs_input_grad[:2])
-        head_UH = lm_head_UH.to(dtype)
-        teacher_UT = teacher.lm_head_UT.to(dtype) if kind == "kl" else None
         loss_R = hidden_RH.new_empty(len(hidden_RH), dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
         hit_R = torch.empty_like(loss_R, dtype=torch.bool)
-        dhidden_RH = torch.empty_like(hidden_RH) if wants_grad else None
-        dhead_UH = torch.zeros_like(lm_head_UH) if wants_grad else None
         with torch.autocast(hidden_RH.device.type, enabled=False):
+            gradients = _Gradients(hidden_RH, lm_head_UH, dtype) if any(ctx.needs_input_grad[:2]) else None
+            head_UH, teacher_UT = _factor(lm_head_UH, dtype), _factor(teacher.lm_head_UT, dtype)
             for begin in range(0, len(hidden_RH), chunk_rows):
                 rows = slice(begin, begin + chunk_rows)
-                hidden_CH = hidden_RH[rows].to(dtype)
-                logits_CU = _product(hidden_CH, head_UH.T)
-                if teacher_UT is not None:
+                logits_CU = _logits(_factor(hidden_RH[rows], dtype), head_UH, dtype)
+                soft = None
+                if kind == "kl":
                     positions, teacher_C = position_R[rows].unique_consecutive(return_inverse=True)
-                    normed_PT = teacher.normed(last_hidden_PT[positions]).to(dtype)
-                    soft = _SoftTargets(_product(normed_PT, teacher_UT.T), teacher_C)
-                else:
-                    soft = None
+                    normed_PT = _factor(teacher.normed(last_hidden_PT[positions]), dtype)
+                    soft = _SoftTargets(_logits(normed_PT, teacher_UT, dtype), teacher_C)
                 dlogits_CU = _rows_loss(logits_CU, target_R[rows], soft, loss_R[rows], hit_R[rows], dtype)
                 del logits_CU, soft
-                if dhidden_RH is not None and dhead_UH is not None:
-                    dhidden_RH[rows] = dlogits_CU @ head_UH
-                    dhead_UH += dlogits_CU.T @ hidden_CH
-        if dhidden_RH is not None and dhead_UH is not None:
-            ctx.save_for_backward(dhidden_RH, dhead_UH)
+                if gradients is not None:
+                    gradients.add(rows, dlogits_CU)
+        ctx.gradients = gradients
         ctx.mark_non_differentiable(loss_R, hit_R)
         return loss_R.sum(), loss_R, hit_R
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden_RH, dhead_UH = ctx.saved_tensors
-        grad = grads[0]
-        return dhidden_RH * grad, dhead_UH * grad, None, None, None, None, None, None, None
+        # In place: the buffers belong to this call alone, and a second backward is refused like any other.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of this loss were already used")
+        scaled = (gradients.hidden_RH.mul_(grads[0]), gradients.lm_head_UH.mul_(grads[0]))
+        return *scaled, None, None, None, None, None, None, None
+
+
+class _Gradients:
+    """Gradients of the sum of the losses, gathered over chunks in the parameters' dtype."""
+
+    def __init__(self, hidden_RH: Tensor, lm_head_UH: Tensor, dtype: torch.dtype) -> None:
+        self.inputs_RH = hidden_RH.to(dtype)
+        self.weights_UH = lm_head_UH.to(dtype)
+        self.hidden_RH = torch.zeros_like(hidden_RH)
+        self.lm_head_UH = torch.zeros_like(lm_head_UH)
+        self.empty = True
+
+    def add(self, rows: slice, dlogits_CU: Tensor) -> None:
+        self.hidden_RH[rows] = dlogits_CU @ self.weights_UH
+        product_UH = dlogits_CU.T @ self.inputs_RH[rows]
+        self.lm_head_UH = product_UH.to(self.lm_head_UH.dtype) if self.empty else self.lm_head_UH.add_(product_UH)
+        self.empty = False
 
 
 class _SoftTargets(NamedTuple):
@@ -181,19 +198,31 @@ def _blocks(num_rows: int, block: int) -> Iterator[slice]:
     return (slice(begin, min(begin + block, num_rows)) for begin in range(0, num_rows, block))
 
 
-def _product(a_XH: Tensor, b_HY: Tensor) -> Tensor:
-    """a @ b, summed and returned in at least fp32 (a bf16 result would round logits of 20 by 0.06)."""
-    if a_XH.dtype in (torch.float32, torch.float64):
-        return a_XH @ b_HY
-    if a_XH.is_cuda:
-        return torch.mm(a_XH, b_HY, out_dtype=torch.float32)
+def _rows_per_chunk(lm_head_UH: Tensor) -> int:
+    return max(1, CHUNK_ELEMENTS // lm_head_UH.shape[0])
+
+
+def _factor(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A factor of `_logits`: on CPUs oneDNN itself rounds fp32 factors to bf16."""
+    return x.float() if dtype == torch.bfloat16 and not x.is_cuda else x.to(dtype)
+
+
+def _logits(x_CH: Tensor, weight_UH: Tensor, dtype: torch.dtype) -> Tensor:
+    """x @ weight.T of factors in `dtype`, summed and returned in at least fp32.
+
+    A bf16 result would round logits of 20 by 0.06, and the softmax with them.
+    """
+    if dtype in (torch.float32, torch.float64):
+        return F.linear(x_CH, weight_UH)
+    if x_CH.is_cuda:
+        return torch.mm(x_CH, weight_UH.T, out_dtype=torch.float32)
     with _bf16_factors():
-        return a_XH.float() @ b_HY.float()
+        return F.linear(x_CH, weight_UH)
 
 
 @contextmanager
 def _bf16_factors() -> Iterator[None]:
-    """Lets oneDNN round fp32 factors to bf16 (here they are bf16 already) and keep the fp32 sums."""
+    """Lets oneDNN round the fp32 factors of a product to bf16 and keep its fp32 sums."""
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
