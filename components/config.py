@@ -60,8 +60,8 @@ class DataConfig(Section):
     """The job fails when a larger share of rows is dropped or failed in one stage."""
     rows_per_shard: Count = 64
     """Rows of one file; how work is cut, not what comes out."""
-    batch_tokens: Count = 4096
-    """Tokens of one forward pass of the target during capture."""
+    batch_tokens: Count = 1024
+    """Tokens of one forward pass of the target during capture; packed documents pay attention for all of them."""
 
 
 class DraftConfig(Section):
