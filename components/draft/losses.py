@@ -15,8 +15,9 @@ from torch import Tensor
 
 LossKind = Literal["kl", "cross_entropy"]
 
-# Logits exist for this many elements at once (64 MiB in fp32), and softmax works on blocks that fit a core's cache.
-CHUNK_ELEMENTS = 1 << 24
+# Logits exist for this many elements at once: 28 MiB in fp32, just below the size from which glibc asks the kernel
+# for fresh pages at every allocation. Softmax works on blocks that fit a core's cache.
+CHUNK_ELEMENTS = 7 << 20
 BLOCK_ELEMENTS = 1 << 19
 
 
@@ -74,7 +75,7 @@ def distillation_loss(
         target_R: [R] draft id of the recorded token, -1 when it has none.
         kind: "kl" or "cross_entropy".
         product_dtype: dtype of the factors of matrix products (bf16); their sums are fp32. Default: as given.
-        chunk_rows: rows whose logits exist at once; by default as many as make 64 MiB.
+        chunk_rows: rows whose logits exist at once; by default as many as make 28 MiB.
 
     Returns:
         The sum, whose gradients for `hidden_RH` and `lm_head_UH` are already formed, and per-row values.
@@ -123,7 +124,7 @@ class _Distillation(torch.autograd.Function):
                 if kind == "kl":
                     positions, teacher_C = position_R[rows].unique_consecutive(return_inverse=True)
                     normed_PT = _factor(teacher.normed(last_hidden_PT[positions]), dtype)
-                    soft = _SoftTargets(_logits(normed_PT, teacher_UT, dtype), teacher_C)
+                    soft = _soft_targets(_logits(normed_PT, teacher_UT, dtype), teacher_C)
                 dlogits_CU = _rows_loss(logits_CU, target_R[rows], soft, loss_R[rows], hit_R[rows], dtype)
                 del logits_CU, soft
                 if gradients is not None:
@@ -160,8 +161,20 @@ class _Gradients:
 
 
 class _SoftTargets(NamedTuple):
-    logits_PU: Tensor
+    probs_PU: Tensor
+    negative_entropy_P: Tensor
     teacher_C: Tensor
+    """[C] which position teaches each row."""
+
+
+def _soft_targets(logits_PU: Tensor, teacher_C: Tensor) -> _SoftTargets:
+    """The teacher's distributions, in place of its logits."""
+    negative_entropy_P = logits_PU.new_empty(len(logits_PU))
+    for rows in _blocks(*logits_PU.shape):
+        log_p_BU = logits_PU[rows].log_softmax(1)
+        logits_PU[rows] = log_p_BU.exp()
+        negative_entropy_P[rows] = (logits_PU[rows] * log_p_BU).sum(1)
+    return _SoftTargets(logits_PU, negative_entropy_P, teacher_C)
 
 
 def _rows_loss(
@@ -172,29 +185,32 @@ def _rows_loss(
     hit_C: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Fills the rows' losses and hits, block by block, and returns the gradient of the logits [C, U]."""
-    num_rows, vocab = logits_CU.shape
-    dlogits_CU = logits_CU.new_empty(num_rows, vocab, dtype=dtype)
-    block = max(1, BLOCK_ELEMENTS // vocab)
-    for rows in _blocks(num_rows, block):
+    """Fills the rows' losses and hits, block by block, and returns the gradient of the logits [C, U].
+
+    With q = softmax(logits): KL = sum p log p - sum p logits + logsumexp, its gradient is q - p.
+    """
+    dlogits_CU = torch.empty_like(logits_CU, dtype=dtype)
+    for rows in _blocks(*logits_CU.shape):
         logits_BU, target_B1 = logits_CU[rows], target_C[rows, None]
-        true_B = logits_BU.gather(1, target_B1.clamp(min=0))[:, 0]
-        has_target_B = target_B1[:, 0] >= 0
-        hit_C[rows] = has_target_B & (true_B >= logits_BU.amax(1))
-        log_q_BU = logits_BU.log_softmax(1)
+        has_target_B, target_B1 = target_B1[:, 0] >= 0, target_B1.clamp(min=0)
+        true_B, best_B = logits_BU.gather(1, target_B1)[:, 0], logits_BU.amax(1)
+        hit_C[rows] = has_target_B & (true_B >= best_B)
+        grad_BU = logits_BU.softmax(1)
+        lse_B = best_B - grad_BU.amax(1).log()
         if soft is None:
-            loss_C[rows] = torch.where(has_target_B, -log_q_BU.gather(1, target_B1.clamp(min=0))[:, 0], 0.0)
-            grad_BU = log_q_BU.exp_().scatter_add_(1, target_B1.clamp(min=0), -torch.ones_like(true_B)[:, None])
-            dlogits_CU[rows] = grad_BU.mul_(has_target_B[:, None])
+            loss_C[rows] = torch.where(has_target_B, lse_B - true_B, 0.0)
+            grad_BU.scatter_add_(1, target_B1, -torch.ones_like(true_B)[:, None]).mul_(has_target_B[:, None])
         else:
-            log_p_BU = soft.logits_PU[soft.teacher_C[rows]].log_softmax(1)
-            p_BU = log_p_BU.exp()
-            loss_C[rows] = log_p_BU.sub_(log_q_BU).mul_(p_BU).sum(1)
-            dlogits_CU[rows] = log_q_BU.exp_().sub_(p_BU)
+            teacher_B = soft.teacher_C[rows]
+            p_BU = soft.probs_PU[teacher_B]
+            loss_C[rows] = soft.negative_entropy_P[teacher_B] - (p_BU * logits_BU).sum(1) + lse_B
+            grad_BU.sub_(p_BU)
+        dlogits_CU[rows] = grad_BU
     return dlogits_CU
 
 
-def _blocks(num_rows: int, block: int) -> Iterator[slice]:
+def _blocks(num_rows: int, vocab: int) -> Iterator[slice]:
+    block = max(1, BLOCK_ELEMENTS // vocab)
     return (slice(begin, min(begin + block, num_rows)) for begin in range(0, num_rows, block))
 
 
