@@ -1,8 +1,10 @@
 """A real Ray head with its dashboard for tests, on free loopback ports, ended with all its processes."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -33,12 +35,15 @@ class RayHead:
 def run_ray_head(folder: Path, port: int, dashboard_port: int) -> Iterator[RayHead]:
     """A head that runs in the project's root until the block ends; nothing of it is left behind."""
     mark = uuid.uuid4().hex
+    # Ray notes the last head of a machine in its temporary folder, and jobs join that one: tests keep to their own
+    temporary = tempfile.mkdtemp(prefix="ray-")
     environment = os.environ | {
         MARK_VARIABLE: mark,
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "RAY_AUTH_MODE": "disabled",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # every port on loopback
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": temporary,
         "AERIE_ROOT": str(ROOT),
     }
     command = [str(BIN / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
@@ -47,16 +52,20 @@ def run_ray_head(folder: Path, port: int, dashboard_port: int) -> Iterator[RayHe
     log_path = folder / "ray.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    head = RayHead(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}", _client_environment(port, dashboard_port))
+    client = _client_environment(port, dashboard_port, temporary)
+    head = RayHead(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}", client)
     try:
         _wait(process, head, log_path)
         yield head
     finally:
         _end(process, mark)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _client_environment(port: int, dashboard_port: int) -> dict[str, str]:
+def _client_environment(port: int, dashboard_port: int, temporary: str) -> dict[str, str]:
     return {
+        "RAY_TMPDIR": temporary,
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "disabled",
         "RAY_ADDRESS": f"127.0.0.1:{port}",
         "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard_port}",
