@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from components.config import TrainConfig
-from components.data.shards import document_index, read_input_ids, read_shard
+from components.data.shards import StoredDocument, document_index, read_input_ids, read_shard
 from components.draft.batch import Document
 from components.draft.head import DraftHead, HeadConfig, median_feature_rms
 from components.draft.losses import Teacher
@@ -41,7 +41,7 @@ class DocumentReader:
 
     location: Location
     max_shards: int = SHARDS_SHUFFLED_TOGETHER + 1
-    _shards: OrderedDict[str, list[Document]] = field(default_factory=OrderedDict, init=False)
+    _shards: OrderedDict[str, list[StoredDocument]] = field(default_factory=OrderedDict, init=False)
 
     def __call__(self, entry: Entry) -> Document:
         if entry.shard not in self._shards:
