@@ -1,7 +1,6 @@
 """The bundle's model card: what the head is, the command that serves it, what was measured, where it comes from."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -30,7 +29,7 @@ def model_card(evidence: Evidence) -> str:
         evidence=evidence,
         command=evidence.serve_command(HEAD_HERE),
         licences=licences(evidence),
-        base_model=Path(evidence.target["model"]).name,
+        base_model=evidence.hub_id,
         candidate_al=tables.number(evidence.candidate["al"]),
         bigram_al=tables.number(evaluation["bigram_walked_al"]),
         measured=[

@@ -4,15 +4,16 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from components.config import Settings
 from components.evaluation.arms import head_arm
 from components.evaluation.gate import Verdict
 from components.stage import Artifact
+from components.target.resolve import BUNDLED_PREFIX
 
 CANDIDATE = "candidate"
-TARGET_PREFIX = "bundled:"
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,22 @@ class Evidence:
             if artifact.manifest["rows"]:
                 yield name, artifact.manifest["rows"]
 
+    @property
+    def hub_id(self) -> str | None:
+        """The target's Hugging Face id; None for a bundled target or a folder."""
+        model = self.target["model"]
+        local = model.startswith(BUNDLED_PREFIX) or Path(model).is_dir()
+        return None if local else model
+
     def serve_command(self, head: str) -> str:
         """The command that serves the target with the head in the folder `head`."""
         target = self.settings.target
-        bundled = self.target["model"].startswith(TARGET_PREFIX)
-        words = ["vllm serve", self.target["path"] if bundled else self.target["model"]]
-        if target.revision:
-            words.append(f"--revision {self.target['revision']}")
-        words.append(f"--dtype {target.dtype} --max-model-len {target.max_model_len}")
+        served = f"{self.hub_id} --revision {self.target['revision']}" if self.hub_id else self.target["path"]
         config = head_arm(CANDIDATE, head, self.num_speculative_tokens).speculative_config()
-        words.append(f"--speculative-config '{json.dumps(config)}'")
-        return " ".join(words)
+        return (
+            f"vllm serve {served} --dtype {target.dtype} --max-model-len {target.max_model_len} "
+            f"--speculative-config '{json.dumps(config)}'"
+        )
 
 
 def metrics_of(evidence: Evidence) -> dict[str, float | None]:

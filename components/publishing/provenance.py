@@ -6,8 +6,9 @@ from typing import Any
 
 from huggingface_hub import metadata_load
 
-from components.publishing.evidence import TARGET_PREFIX, Evidence
+from components.publishing.evidence import Evidence
 from components.stage import Artifact
+from components.target.resolve import BUNDLED_PREFIX
 from components.target.stages import target_path
 
 RECORDED = ("fingerprint", "digest", "config", "extra", "rows", "versions", "git", "finished_at", "duration_s")
@@ -39,7 +40,7 @@ def licences(evidence: Evidence) -> dict[str, str]:
 
 def _target_licence(target: Artifact) -> str:
     model = target.facts["model"]
-    if model.startswith(TARGET_PREFIX):
+    if model.startswith(BUNDLED_PREFIX):
         return BUNDLED_LICENCE
     card = target_path(target) / "README.md"
     return _licence_of_card(card) or f"not stated in its folder: see {model}"

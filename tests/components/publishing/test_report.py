@@ -11,7 +11,12 @@ from huggingface_hub import metadata_load
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from components.config import Settings
+from components.evaluation.gate import Verdict
 from components.pipeline import Pipeline, Selection
+from components.publishing.evidence import Evidence
+from components.stage import Artifact
+from components.storage import Location
 from tests.components.publishing.rehearsal import rehearse
 
 LOADING = {"src", "srcset", "data", "poster", "background", "action", "formaction"}
@@ -98,3 +103,24 @@ def test_provenance_leads_back_to_every_output(published: Pipeline) -> None:
         assert provenance["stages"][name]["digest"] == published.artifacts[name].digest
     assert provenance["stages"]["prompts"]["rows"]["dropped"] == {"empty": 2}
     assert "argv" not in json.dumps(provenance)
+
+
+@pytest.mark.parametrize(
+    ("model", "served"),
+    [
+        ("bundled:smollm2-135m-instruct", "/storage/target/model"),
+        (str(Path(__file__).parent), "/storage/target/model"),
+        ("lab/model-1b", "lab/model-1b --revision c0ffee"),
+    ],
+    ids=["bundled", "folder", "hub"],
+)
+def test_the_command_serves_the_very_target_that_was_measured(model: str, served: str) -> None:
+    target = {"model": model, "path": "/storage/target/model", "revision": "c0ffee"}
+    evaluation = {"candidate": {"num_speculative_tokens": 5}}
+    artifacts = {
+        name: Artifact(name, Location("/nowhere"), "f", {"facts": facts})
+        for name, facts in {"target": target, "evaluation": evaluation}.items()
+    }
+    command = Evidence(Settings(), artifacts, Verdict(True, ())).serve_command("/heads/one")
+    assert command.startswith(f"vllm serve {served} --dtype bfloat16 ")
+    assert '"num_speculative_tokens": 5' in command
