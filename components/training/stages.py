@@ -1,25 +1,9 @@
 """The `head` stage: train, then export in the layout that vLLM serves."""
 
-import json
-import logging
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-import ray
-from transformers import AutoConfig, AutoTokenizer
 
 from components.config import Settings
-from components.draft.checkpoint import save_head
 from components.stage import Artifact, Outcome, Output, Stage
-from components.storage import Location
-from components.target.mask_token import choose_mask_token
-from components.target.stages import target_path
-from components.training.job import run_training
-from components.training.setup import DocumentReader, HeadSpec, build_head, split_entries
-from components.training.state import Progress, load_weights, read_progress
-
-log = logging.getLogger("aerie")
 
 NOT_IDENTITY = {"rows_per_part", "checkpoint_every_steps"}
 """Settings of `train` that change how the work is cut, never the head."""
@@ -29,17 +13,9 @@ def head_stage(settings: Settings) -> Stage:
     """Trains the P-EAGLE head with Ray Train and writes `head/` and `curves.jsonl`."""
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        spec = head_spec(settings, inputs)
-        checkpoint = run_training(
-            spec, settings.train, settings.resources.train, output.join("_train").uri, output.report
-        )
-        num_parameters = ray.get(
-            export_head.options(num_cpus=1).remote(spec, settings.train.seed, checkpoint, output.join("head").path)
-        )
-        progress = read_progress(checkpoint)
-        lines = "".join(json.dumps(row) + "\n" for row in progress.history)
-        output.join("curves.jsonl").write_bytes(lines.encode())
-        return Outcome(_facts(spec, settings, progress) | {"num_parameters": num_parameters})
+        from components.training.produce import train_head  # torch and transformers only once they are needed
+
+        return train_head(settings, inputs, output)
 
     return Stage(
         name="head",
@@ -52,51 +28,6 @@ def head_stage(settings: Settings) -> Stage:
         inputs=("target", "features", "vocabulary"),
         plan=lambda artifacts: _plan(settings, artifacts),
     )
-
-
-def head_spec(settings: Settings, inputs: Mapping[str, Artifact]) -> HeadSpec:
-    """The head that these outputs and settings describe.
-
-    Raises:
-        ConfigError: `draft.mask_token_id` is a token that texts use.
-    """
-    path = target_path(inputs["target"])
-    mask_token_id = choose_mask_token(
-        AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path), None, settings.draft.mask_token_id
-    )
-    return HeadSpec(
-        features_uri=inputs["features"].location.uri,
-        vocabulary_uri=inputs["vocabulary"].join("vocabulary.safetensors").uri,
-        target_path=str(path),
-        aux_layers=tuple(inputs["features"].facts["aux_layers"]),
-        num_layers=settings.draft.num_layers,
-        mask_token_id=mask_token_id,
-    )
-
-
-@ray.remote
-def export_head(spec: HeadSpec, seed: int, checkpoint: Path, folder: Path) -> int:
-    """Write a checkpoint's head into `folder` in vLLM's layout; the number of its parameters."""
-    reader = DocumentReader(Location(spec.features_uri))
-    head, _ = build_head(spec, [reader(split_entries(reader.location, "train")[0])], seed)
-    load_weights(checkpoint, head)
-    save_head(head.eval(), folder)
-    return sum(p.numel() for p in head.parameters())
-
-
-def _facts(spec: HeadSpec, settings: Settings, progress: Progress) -> dict[str, Any]:
-    last = progress.history[-1]
-    return {
-        "mask_token_id": spec.mask_token_id,
-        "aux_layers": list(spec.aux_layers),
-        "num_layers": spec.num_layers,
-        "num_depths": settings.train.num_depths,
-        "steps": last["step"],
-        "train_seconds": round(progress.train_seconds, 1),
-        "tokens_per_s": last["train/tokens_per_s"],
-        "validation": {k: v for k, v in last.items() if k.startswith("validation/")},
-        "held_out": {k: v for k, v in last.items() if k.startswith("held_out/")},
-    }
 
 
 def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:

@@ -1,0 +1,115 @@
+"""The whole job on a tiny target whose next token is a known permutation, on real Ray, vLLM, Serve and MLflow."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+from safetensors.torch import load_file
+
+from tests.cluster import BIN, RayHead
+from tests.conftest import free_port
+from tests.pipelines.runs import ROOT, Project, make_project
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def project(
+    tmp_path_factory: pytest.TempPathFactory,
+    permutation_target: tuple[Path, list[int]],
+    ray_cluster: RayHead,
+    mlflow_server: str,
+) -> Project:
+    folder = tmp_path_factory.mktemp("full")
+    return make_project(folder, permutation_target[0], ray_cluster.environment, mlflow_server, free_port())
+
+
+@pytest.fixture(scope="module")
+def first_run(project: Project) -> str:
+    """What the first run printed."""
+    done = project.run()
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def test_first_run_promotes_a_head_that_drafts_perfectly(project: Project, first_run: str, mlflow_server: str) -> None:
+    candidate = project.manifests("evaluation")[0]["facts"]["arms"]["candidate"]
+    assert candidate["al"] == pytest.approx(K + 1, abs=0.1)
+    assert project.manifests("publish")[0]["facts"]["verdict"] == "promote"
+    client = MlflowClient(mlflow_server)
+    name = f"head-{project.folder.name}"
+    champion = client.get_model_version_by_alias(name, "champion")
+    assert champion.version == client.get_model_version_by_alias(name, "challenger").version == "1"
+    assert "promote" in first_run.lower()
+    assert "127.0.0.1" in first_run
+
+
+def test_registered_files_are_the_trained_ones(
+    project: Project, first_run: str, mlflow_server: str, tmp_path: Path
+) -> None:
+    client = MlflowClient(mlflow_server)
+    champion = client.get_model_version_by_alias(f"head-{project.folder.name}", "champion")
+    assert champion.run_id is not None
+    bundle = Path(client.download_artifacts(champion.run_id, "bundle", str(tmp_path)))
+    downloaded = load_file(next(bundle.rglob("model.safetensors")))
+    trained = load_file(project.output("head") / "head" / "model.safetensors")
+    assert downloaded.keys() == trained.keys()
+    assert all((downloaded[name] == trained[name]).all() for name in trained)
+    metrics = client.get_run(champion.run_id).data.metrics
+    assert metrics["eval/candidate/al"] == pytest.approx(K + 1, abs=0.1)
+    assert "validation/loss" in metrics
+
+
+def test_rows_are_accounted_for(project: Project, first_run: str) -> None:
+    for stage in ("prompts", "responses", "features"):
+        rows = project.manifests(stage)[0]["rows"]
+        lost = sum(rows["dropped"].values()) + sum(rows["failed"].values())
+        assert rows["rows_in"] == rows["kept"] + rows["truncated"] + lost
+    assert project.manifests("responses")[0]["rows"]["rows_in"] == 6 * 8 + 6  # two-turn prompts have two answers
+
+
+def test_report_is_one_file(project: Project, first_run: str) -> None:
+    html = (project.output("publish") / "report.html").read_text()
+    assert "candidate" in html
+    for outside in ('src="http', 'href="http', "@import", "url(http"):
+        assert outside not in html
+
+
+def test_same_job_again_writes_nothing_and_starts_no_engine(
+    project: Project, first_run: str, ray_cluster: RayHead
+) -> None:
+    before = project.snapshot()
+    command = [str(BIN / "ray"), "job", "submit", "--log-color=false", "--working-dir", ".", "--"]
+    command += ["python", "pipelines/full.py", "--config", str(project.config)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | ray_cluster.environment, capture_output=True, text=True, timeout=300
+    )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed[-6000:]
+    assert project.snapshot() == before
+    assert printed.count("done already") == 11
+    assert ": running" not in printed
+
+
+def test_plan_says_what_is_done(project: Project, first_run: str) -> None:
+    done = project.run("--plan", "--set", "train.epochs=13")
+    assert done.returncode == 0, done.stdout
+    states = {line.split()[1]: line.split()[3] for line in done.stdout.splitlines() if line.startswith("│")}
+    assert states["features"] == "done"
+    assert states["head"] == "run"
+
+
+def test_equal_head_with_a_larger_k_does_not_replace_the_champion(
+    project: Project, first_run: str, mlflow_server: str
+) -> None:
+    done = project.run("--set", "train.seed=1", "--set", f"evaluate.num_speculative_tokens={K + 1}")
+    assert done.returncode == 0, done.stdout[-6000:]
+    verdict = json.loads((project.output("publish") / "verdict.json").read_text())
+    assert verdict["promote"] is False
+    assert len(project.manifests("responses")) == len(project.manifests("features")) == 1
+    client = MlflowClient(mlflow_server)
+    assert client.get_model_version_by_alias(f"head-{project.folder.name}", "champion").version == "1"
+    assert client.get_model_version_by_alias(f"head-{project.folder.name}", "challenger").version == "2"
