@@ -1,5 +1,6 @@
 """The end of a job: what was measured, what the gate says, where to look."""
 
+import sys
 from collections.abc import Sequence
 
 import ray
@@ -16,10 +17,13 @@ from components.publishing.tables import Table
 from components.stage import Artifact
 from components.tracking import public_address
 
+LOG_WIDTH = 120
+"""Columns where the output is a job's log and no terminal says its width."""
+
 
 def print_summary(pipeline: Pipeline, console: Console | None = None) -> None:
     """Print the results of a finished job, from its manifests alone: a run that found everything done prints the same."""
-    console = console or Console()
+    console = console or Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
     publish = pipeline.artifacts.get("publish")
     if publish is None:
         done = ", ".join(pipeline.artifacts)
