@@ -81,9 +81,11 @@ def distillation_loss(
         The sum, whose gradients for `hidden_RH` and `lm_head_UH` are already formed, and per-row values.
     """
     order_R = position_R.argsort(stable=True)
+    wants_grad = torch.is_grad_enabled() and (hidden_RH.requires_grad or lm_head_UH.requires_grad)
     loss_sum, loss_R, hit_R = _Distillation.apply(
         hidden_RH[order_R], lm_head_UH, teacher, last_hidden_PT, position_R[order_R], target_R[order_R],
         kind, product_dtype or hidden_RH.dtype, chunk_rows or _rows_per_chunk(lm_head_UH),
+        wants_grad,
     )  # fmt: skip
     return LossRows(loss_sum, torch.empty_like(loss_R).scatter_(0, order_R, loss_R), hit_R[order_R.argsort()])
 
@@ -111,11 +113,12 @@ class _Distillation(torch.autograd.Function):
         kind: LossKind,
         dtype: torch.dtype,
         chunk_rows: int,
+        wants_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         loss_R = hidden_RH.new_empty(len(hidden_RH), dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
         hit_R = torch.empty_like(loss_R, dtype=torch.bool)
         with torch.autocast(hidden_RH.device.type, enabled=False):
-            gradients = _Gradients(hidden_RH, lm_head_UH, dtype) if any(ctx.needs_input_grad[:2]) else None
+            gradients = _Gradients(hidden_RH, lm_head_UH, dtype) if wants_grad else None
             head_UH, teacher_UT = _factor(lm_head_UH, dtype), _factor(teacher.lm_head_UT, dtype)
             for begin in range(0, len(hidden_RH), chunk_rows):
                 rows = slice(begin, begin + chunk_rows)
@@ -140,7 +143,7 @@ class _Distillation(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("the gradients of this loss were already used")
         scaled = (gradients.hidden_RH.mul_(grads[0]), gradients.lm_head_UH.mul_(grads[0]))
-        return *scaled, None, None, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None, None, None
 
 
 class _Gradients:

@@ -100,3 +100,12 @@ def test_gradient_of_the_sum_scales_with_what_flows_back() -> None:
     hidden.grad = None
     distillation_loss(hidden, *arguments).loss_sum.backward()
     assert torch.allclose(three, 3 * hidden.grad, rtol=1e-12)
+
+
+def test_gradients_are_used_once() -> None:
+    case = Case(num_rows=5, vocab=30)
+    hidden = case.hidden.clone().requires_grad_()
+    loss = distillation_loss(hidden, case.head, case.teacher, case.last_hidden, case.position, case.target).loss_sum
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="already used"):
+        loss.backward()
