@@ -123,7 +123,7 @@ def _report(trainer: Trainer, row: dict[str, float], keep: bool) -> None:
         "step": progress.step,
         "total_steps": trainer.total_steps,
         "epoch": progress.step / trainer.steps_per_epoch,
-        "train/learning_rate": trainer.optimizer.param_groups[0]["lr"],
+        "train/lr": trainer.optimizer.param_groups[0]["lr"],
         "train/tokens_per_s": progress.supervised_tokens / max(progress.train_seconds, 1e-9),
         **row,
     }
