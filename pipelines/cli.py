@@ -75,7 +75,8 @@ def run_pipeline(
 ) -> Pipeline:
     """Load the settings and run (or plan) the stages; the pipeline with its artifacts comes back."""
     settings = load_settings(config, cluster, overrides)
-    warning = warn_if_untested(installed_vllm())
+    installed = installed_vllm()
+    warning = warn_if_untested(installed) if installed else "vLLM is not installed: stages that need it will fail"
     if warning:
         log.warning("%s", warning)
     pipeline = make_pipeline(define_stages(settings), settings)
@@ -121,7 +122,7 @@ def connect_to_ray() -> None:
         return
     try:
         ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
-    except ConnectionError:
+    except (ConnectionError, RuntimeError):
         raise ConfigError("ray", "no Ray cluster is up", "start one with `make up` or `ray start --head`") from None
 
 
