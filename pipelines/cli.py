@@ -122,8 +122,9 @@ def connect_to_ray() -> None:
         return
     try:
         ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError):
-        raise ConfigError("ray", "no Ray cluster is up", "start one with `make up` or `ray start --head`") from None
+    except (ConnectionError, RuntimeError) as error:
+        problem = f"no Ray cluster is up, or it does not answer ({str(error).splitlines()[0]})"
+        raise ConfigError("ray", problem, "start one with `make up` or `ray start --head`") from None
 
 
 def installed_vllm() -> str | None:
