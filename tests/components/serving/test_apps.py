@@ -1,0 +1,87 @@
+"""The declarative configuration: what an arm is started with, and what may change without a restart."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ray.serve.schema import ServeDeploySchema
+
+from components.config import Settings
+from components.evaluation.arms import Arm, head_arm
+from components.serving.apps import BIND_CORES, ServedArm, Service, arm_application, router_application
+
+TARGET = Path("/models/target")
+
+
+def make_service(weights=(0.5, 0.5), **settings):
+    arms = [
+        ServedArm(Arm("none", "none"), weights[0]),
+        ServedArm(head_arm("challenger", "/heads/h", 3), weights[1], "abc"),
+    ]
+    return Service(Settings.model_validate({"target": {"model": "bundled:small"}} | settings), TARGET, arms)
+
+
+def arm_args(service, index):
+    return arm_application(service, service.arms[index], "r", {})["args"]
+
+
+def router(service):
+    return router_application(service, service.arms, "r", {})
+
+
+def test_acceptance_is_measured_on_speculative_arms_only():
+    service = make_service()
+    plain, speculative = arm_args(service, 0)["engine"], arm_args(service, 1)["engine"]
+    assert "per_request_spec_decode_metrics" not in plain
+    assert "speculative_config" not in plain
+    assert speculative["per_request_spec_decode_metrics"] == "summary"
+    assert speculative["speculative_config"] == service.arms[1].arm.speculative_config()
+    assert "model" not in plain, "the deployment names the model"
+
+
+def test_every_cpu_arm_has_cores_of_its_own(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 5})
+    service = make_service()
+    assert [arm_args(service, i)["env"][BIND_CORES] for i in (0, 1)] == ["4", "5"]
+
+
+def test_cores_that_the_user_chose_stay():
+    service = make_service(resources={"ab": {"env": {BIND_CORES: "7"}}})
+    assert [arm_args(service, i)["env"][BIND_CORES] for i in (0, 1)] == ["7", "7"]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "bundles"),
+    [
+        (1, [{"GPU": 1.0, "CPU": 4.0}]),
+        (2, [{"GPU": 1.0, "CPU": 2.0}] * 2),
+        (0.5, [{"GPU": 0.5, "CPU": 4.0}]),
+    ],
+)
+def test_an_arm_asks_for_a_bundle_a_gpu(num_gpus, bundles):
+    args = arm_args(make_service(resources={"ab": {"num_gpus": num_gpus, "num_cpus": 4}}), 0)
+    assert args["bundles"] == bundles
+    assert BIND_CORES not in args["env"]
+
+
+def test_new_weights_change_the_routers_user_config_and_nothing_else():
+    before, after = make_service((0.5, 0.5)), make_service((0.9, 0.1))
+    assert [arm_args(before, i) for i in (0, 1)] == [arm_args(after, i) for i in (0, 1)]
+    assert router(before)["args"] == router(after)["args"]
+    assert router(before)["deployments"] != router(after)["deployments"]
+
+
+def test_only_the_router_has_a_route():
+    service = make_service()
+    applications = [arm_application(service, arm, "r", {}) for arm in service.arms] + [router(service)]
+    assert [application["route_prefix"] for application in applications] == [None, None, "/"]
+    assert json.loads(json.dumps(applications)) == applications
+    ServeDeploySchema.model_validate({"applications": applications})
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("bundled:small", "small"), ("org/model-7b", "org/model-7b"), ("/models/mine/", "mine"), ("./mine", "mine")],
+)
+def test_requests_name_the_model_as_people_do(model, name):
+    assert Service(Settings.model_validate({"target": {"model": model}}), TARGET, []).model == name

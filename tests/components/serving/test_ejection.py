@@ -1,0 +1,63 @@
+"""An arm that fails in a row is out for a while, then probed by one request."""
+
+import pytest
+
+from components.serving.ejection import Ejector
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def ejector(clock):
+    return Ejector(failures_to_eject=3, ejected_s=10.0, clock=clock)
+
+
+def fail(ejector, times):
+    for _ in range(times):
+        ejector.started("a")
+        ejector.failed("a")
+
+
+def test_an_arm_is_out_after_failures_in_a_row_only(ejector):
+    fail(ejector, 2)
+    ejector.succeeded("a")
+    fail(ejector, 2)
+    assert ejector.admits("a")
+    fail(ejector, 1)
+    assert not ejector.admits("a")
+    assert ejector.admits("b")
+
+
+def test_one_probe_after_the_time_and_success_brings_the_arm_back(ejector, clock):
+    fail(ejector, 3)
+    clock.now_s += 10
+    assert ejector.admits("a")
+    ejector.started("a")
+    assert not ejector.admits("a"), "the others wait for the probe"
+    ejector.succeeded("a")
+    assert ejector.admits("a")
+    fail(ejector, 1)
+    assert ejector.admits("a"), "the count began anew"
+
+
+def test_a_probe_that_fails_or_is_abandoned_costs_another_while(ejector, clock):
+    fail(ejector, 3)
+    clock.now_s += 10
+    fail(ejector, 1)
+    assert not ejector.admits("a")
+    clock.now_s += 10
+    ejector.started("a")  # and the client goes away
+    clock.now_s += 9
+    assert not ejector.admits("a")
+    clock.now_s += 1
+    assert ejector.admits("a")

@@ -1,0 +1,163 @@
+"""The router on a real Serve, in front of arms that fail in every way: a failure is an error, never an empty 200."""
+
+import time
+
+import httpx
+import pytest
+from ray import serve
+
+from components.serving.assignment import assign
+from components.serving.ejection import FAILURES_TO_EJECT
+from components.serving.router import Router
+from tests.components.serving.faulty import FaultyArm
+from tests.conftest import free_port
+
+TIMEOUT_S = 1.5
+ROUTES = ("/v1/chat/completions", "/v1/completions")
+
+
+def routing(**arms):
+    return {
+        "model": "m",
+        "salt": "s",
+        "first_item_timeout_s": TIMEOUT_S,
+        "arms": {name: {"app": f"{name}-app", "weight": w, "head": f"{name}-head"} for name, w in arms.items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def serve_address(ray_cluster):
+    serve.shutdown()  # what another module left listens on another port
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+@pytest.fixture(scope="module")
+def faulty(serve_address):
+    """A client of a router with one arm, which does what a request says; that arm's handle."""
+    handle = serve.run(FaultyArm.bind(), name="faulty-app", route_prefix=None)
+    app = Router.options(user_config=routing(faulty=1.0)).bind()
+    serve.run(app, name="faulty-router", route_prefix="/faulty")
+    with httpx.Client(base_url=f"{serve_address}/faulty", timeout=30, trust_env=False) as client:
+        yield client, handle.options(stream=True)
+
+
+@pytest.fixture(scope="module")
+def client(faulty):
+    return faulty[0]
+
+
+def post(client, do, route=ROUTES[0], **body):
+    return client.post(route, json={"do": do} | body)
+
+
+def is_openai_error(reply):
+    return set(reply.json()) == {"error"} and {"message", "type", "param", "code"} <= set(reply.json()["error"])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("do", "stream"), [("good", False), ("good_stream", True)])
+def test_an_answer_names_its_arm_and_head(client, route, do, stream):
+    reply = post(client, do, route, stream=stream)
+    assert reply.status_code == 200
+    assert reply.headers["x-aerie-arm"] == "faulty"
+    assert reply.headers["x-aerie-head"] == "faulty-head"
+    assert ("text/event-stream" in reply.headers["content-type"]) == stream
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("do", "status", "code"),
+    [
+        ("refuse", 400, 400),
+        ("refuse_as_event", 500, 500),
+        ("crash", 502, "arm_failed"),
+        ("nothing", 502, "empty_answer"),
+        ("hang", 504, "arm_timeout"),
+    ],
+)
+def test_a_failure_before_the_first_token_is_an_error_status(client, do, status, code, stream):
+    started = time.monotonic()
+    reply = post(client, do, stream=stream)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+    assert is_openai_error(reply)
+    assert reply.headers["x-aerie-arm"] == "faulty"
+    assert "somebody's text" not in reply.text
+    assert time.monotonic() - started < TIMEOUT_S + 5
+
+
+def test_an_answer_without_choices_is_no_success(client):
+    assert post(client, "empty").status_code == 502
+
+
+@pytest.mark.parametrize(
+    ("do", "code"),
+    [("crash_in_stream", "arm_failed"), ("break_off", "broken_stream"), ("hang_in_stream", "arm_timeout")],
+)
+def test_a_failure_in_a_stream_is_an_event_in_it(client, do, code):
+    reply = post(client, do, stream=True)
+    assert reply.status_code == 200
+    assert f'"code": "{code}"' in reply.text
+    assert reply.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(("do", "stream"), [("hang", False), ("hang_in_stream", True)])
+def test_a_client_that_leaves_cancels_the_arm(faulty, do, stream):
+    client, handle = faulty
+    before = next(handle.num_cancelled.remote())
+    with pytest.raises(httpx.TimeoutException):
+        client.post(ROUTES[0], json={"do": do, "stream": stream}, timeout=0.7)
+    deadline = time.monotonic() + 5
+    while next(handle.num_cancelled.remote()) == before:
+        assert time.monotonic() < deadline, "the arm still works for a client that has gone"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "headers", "status"),
+    [
+        ("POST", ROUTES[0], b"{not json", {}, 400),
+        ("POST", ROUTES[0], b"\xff\xfe", {}, 400),
+        ("POST", ROUTES[0], b"[1, 2]", {}, 400),
+        ("POST", ROUTES[0], b'{"model": "other"}', {}, 404),
+        ("POST", ROUTES[0], b"{}", {"x-aerie-arm": "nobody"}, 404),
+        ("GET", "/v1/nothing", None, {}, 404),
+        ("GET", ROUTES[0], None, {}, 405),
+    ],
+)
+def test_a_clients_mistake_is_an_openai_error(client, method, path, content, headers, status):
+    reply = client.request(method, path, content=content, headers=headers)
+    assert reply.status_code == status
+    assert is_openai_error(reply)
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_models_lists_the_one_model(client):
+    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["m"]
+
+
+def test_a_failing_arm_loses_its_sessions_and_keeps_its_name_in_the_errors(serve_address):
+    serve.run(FaultyArm.bind("crash"), name="bad-app", route_prefix=None)
+    serve.run(FaultyArm.bind("good"), name="sound-app", route_prefix=None)
+    config = routing(bad=1.0, sound=1.0)
+    serve.run(Router.options(user_config=config).bind(), name="two-router", route_prefix="/two")
+    sessions = [f"s{i}" for i in range(200)]
+    bad = [key for key in sessions if assign(key, {"bad": 1.0, "sound": 1.0}, "s") == "bad"]
+    with httpx.Client(base_url=f"{serve_address}/two", timeout=30, trust_env=False) as client:
+        replies = [
+            client.post(ROUTES[0], json={}, headers={"x-session-id": key}) for key in bad[: FAILURES_TO_EJECT + 5]
+        ]
+        health = client.get("/health").json()
+    statuses = [reply.status_code for reply in replies]
+    assert statuses == [502] * FAILURES_TO_EJECT + [200] * 5
+    assert {reply.headers["x-aerie-arm"] for reply in replies[FAILURES_TO_EJECT:]} == {"sound"}
+    assert health["arms"]["bad"]["ejected"] is True
+    assert health["arms"]["sound"]["ejected"] is False
+
+
+def test_without_an_arm_the_endpoint_says_so(serve_address):
+    serve.run(Router.options(user_config=routing()).bind(), name="no-router", route_prefix="/no")
+    reply = httpx.get(f"{serve_address}/no/health", trust_env=False)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_arm")

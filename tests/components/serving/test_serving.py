@@ -1,0 +1,179 @@
+"""Two vLLM arms behind the router, as the A/B stage serves them: sticky, named, weighed live, measured, removed."""
+
+import dataclasses
+import json
+
+import httpx
+import psutil
+import pytest
+from ray import serve
+
+from components.evaluation.acceptance import RequestRecord, total
+from components.evaluation.arms import head_arm
+from components.serving.apps import ServedArm
+from components.serving.assignment import assign
+from components.serving.deploy import connect, deploy, teardown
+from components.serving.stages import ab_stage
+from components.serving.waiting import DeploymentFailed
+from components.stage import Output
+from components.storage import Location
+from tests.components.serving.conftest import K
+from tests.components.serving.faulty import FaultyArm
+
+CHAT = "/v1/chat/completions"
+SESSIONS = [f"session-{i}" for i in range(16)]
+
+
+def ask(client, session=None, route=CHAT, **changes):
+    text = {"messages": [{"role": "user", "content": "hello"}]} if route == CHAT else {"prompt": "hello"}
+    headers = {"x-session-id": session} if session else {}
+    return client.post(route, json=text | {"max_tokens": 4, "temperature": 0} | changes, headers=headers)
+
+
+def arms_of(client):
+    return {key: ask(client, key).headers["x-aerie-arm"] for key in SESSIONS}
+
+
+def arm_processes():
+    """The arms' replicas and the engines that they started."""
+    applications = connect().get_serve_details()["applications"]
+    deployments = [d for name in applications if "-arm-" in name for d in applications[name]["deployments"].values()]
+    replicas = [psutil.Process(replica["pid"]) for d in deployments for replica in d["replicas"]]
+    return {process for replica in replicas for process in [replica, *replica.children(recursive=True)]}
+
+
+def reweighted(deployed, **weights):
+    arms = [dataclasses.replace(arm, weight=weights[arm.name]) for arm in deployed.service.arms]
+    return dataclasses.replace(deployed.service, arms=arms)
+
+
+def test_sessions_stay_with_the_arm_that_their_key_and_the_weights_give(deployed, client):
+    weights = {arm.name: arm.weight for arm in deployed.service.arms}
+    expected = {key: assign(key, weights, deployed.settings.ab.salt) for key in SESSIONS}
+    assert arms_of(client) == expected == arms_of(client)
+    assert set(expected.values()) == {"none", "challenger"}
+
+
+def test_user_is_the_session_of_a_request_without_the_header(client):
+    for key in SESSIONS[:4]:
+        assert ask(client, user=key).headers["x-aerie-arm"] == ask(client, key).headers["x-aerie-arm"]
+
+
+@pytest.mark.parametrize("route", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("arm", ["none", "challenger"])
+def test_every_answer_names_its_arm_and_head_streamed_or_not(deployed, client, route, arm):
+    head = {served.name: served.head for served in deployed.service.arms}[arm]
+    text = {"messages": [{"role": "user", "content": "hello"}]} if route == CHAT else {"prompt": "hello"}
+    for extra in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+        reply = client.post(route, json=text | {"max_tokens": 4} | extra, headers={"x-aerie-arm": arm})
+        assert reply.status_code == 200, reply.text
+        assert (reply.headers["x-aerie-arm"], reply.headers["x-aerie-head"]) == (arm, head)
+    events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    last = json.loads(events[-2])
+    assert last["usage"]["completion_tokens"] == 4
+    assert bool(last.get("metrics")) == (arm == "challenger")
+
+
+def test_speculation_does_not_change_the_greedy_text(client):
+    texts = {
+        arm: client.post(
+            CHAT,
+            json={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 24, "temperature": 0},
+            headers={"x-aerie-arm": arm},
+        ).json()["choices"][0]["message"]["content"]
+        for arm in ("none", "challenger")
+    }
+    assert texts["none"]
+    assert texts["none"] == texts["challenger"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"messages": 5},
+        {"messages": [{"role": "user", "content": "word " * 400}]},
+        {"messages": [{"role": "nobody", "content": "x"}]},
+        {"max_tokens": -1},
+        {"messages": [{"role": "user", "content": "word " * 400}], "stream": True},
+    ],
+)
+def test_what_the_engine_refuses_is_the_clients_error(client, changes):
+    reply = ask(client, **changes)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["message"]
+    assert reply.headers["x-aerie-arm"] in ("none", "challenger")
+
+
+def test_content_in_parts_is_understood(client):
+    parts = [{"type": "text", "text": "hello"}]
+    assert ask(client, messages=[{"role": "user", "content": parts}]).status_code == 200
+
+
+def test_the_port_is_open_on_loopback_only(deployed):
+    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    addresses = {c.laddr.ip for c in listening if c.laddr.port == deployed.settings.ab.port}
+    assert addresses == {"127.0.0.1"}
+
+
+def test_weights_change_live_without_a_restart(deployed, client):
+    before = arm_processes()
+    assert len(before) >= 4  # two replicas and their engines
+    deploy(reweighted(deployed, none=1.0, challenger=0.0))
+    assert set(arms_of(client).values()) == {"none"}
+    deploy(deployed.service)
+    assert set(arms_of(client).values()) == {"none", "challenger"}
+    assert arm_processes() == before
+
+
+def test_the_stage_measures_each_arm_and_takes_up_where_it_was(deployed, tmp_path):
+    reported = {}
+    output = Output("ab", Location(str(tmp_path)), "f", lambda figures, step: reported.update(figures))
+    stage = ab_stage(deployed.settings)
+    facts = stage.run(deployed.inputs, output).facts
+    text = (tmp_path / "requests.jsonl").read_text()
+    records = [RequestRecord(**json.loads(line)) for line in text.splitlines()]
+    assert (facts["requests"], facts["errors"]) == (12, 0) == (len(records), 0)
+    assert (facts["control"], facts["challenger"]) == ("none", "challenger")
+    plain, ours = facts["arms"]["none"], facts["arms"]["challenger"]
+    assert plain["requests"] + ours["requests"] == 12
+    assert plain["al"] is None
+    assert ours["rounds"] > 0
+    assert ours["drafted"] == ours["rounds"] * K
+    assert ours["al"] == total(r for r in records if r.arm == "challenger").acceptance_length >= 1
+    assert reported["ab/challenger/al"] == ours["al"]
+    assert "bread" not in text
+
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "_sessions").iterdir()}
+    lost = sorted(kept)[0]
+    lost.unlink()
+    again = stage.run(deployed.inputs, output).facts
+    assert (again["requests"], again["arms"]["none"]["sessions"]) == (12, plain["sessions"])
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "_sessions").iterdir()}
+    assert {path for path in kept if kept[path] != after[path]} == {lost}
+
+
+def test_an_arm_that_cannot_start_says_why_and_the_others_serve_on(deployed, client, tmp_path):
+    before = arm_processes()
+    broken = ServedArm(head_arm("broken", tmp_path / "no-head-here", K), 1.0)
+    with pytest.raises(DeploymentFailed, match="no-head-here"):
+        deploy(dataclasses.replace(deployed.service, arms=[*deployed.service.arms, broken]))
+    assert set(arms_of(client).values()) == {"none", "challenger"}
+    deploy(deployed.service)
+    assert set(client.get("/health").json()["arms"]) == {"none", "challenger"}
+    assert arm_processes() == before
+
+
+def test_teardown_leaves_nothing_but_what_others_serve(deployed):
+    serve.run(FaultyArm.bind("good"), name="foreign", route_prefix="/foreign")
+    deploy(reweighted(deployed, none=0.4, challenger=0.6))
+    processes = arm_processes()
+    teardown()
+    assert set(connect().get_serve_details()["applications"]) == {"foreign"}
+    _, left = psutil.wait_procs(processes, timeout=30)
+    assert not left, "engines outlive their application"
+    serve.delete("foreign")
+    teardown()
+    assert connect().get_serve_details()["applications"] == {}
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{deployed.service.address}/health", trust_env=False)
