@@ -108,9 +108,9 @@ def measure_arm(
     )
 
 
-def start_engine(arm: Arm, engine_kwargs: Mapping[str, Any], **extra: Any) -> LLMEngine:
-    """A vLLM engine that serves the arm and counts per request."""
-    kwargs: dict[str, Any] = dict(engine_kwargs) | extra | {"disable_log_stats": False}
+def start_engine(arm: Arm, engine_kwargs: Mapping[str, Any], **defaults: Any) -> LLMEngine:
+    """A vLLM engine that serves the arm and counts per request; `engine_kwargs` go before `defaults`."""
+    kwargs: dict[str, Any] = defaults | dict(engine_kwargs) | {"disable_log_stats": False}
     if arm.speculates:  # vLLM refuses the setting where nothing speculates
         kwargs |= {"speculative_config": arm.speculative_config(), "per_request_spec_decode_metrics": "summary"}
     return LLMEngine.from_engine_args(EngineArgs(**kwargs))

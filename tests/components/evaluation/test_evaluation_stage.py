@@ -110,7 +110,14 @@ def test_the_oracle_accepts_everything(evaluation: Artifact) -> None:
     assert arms["candidate"]["al"] == K + 1
     assert arms["candidate"]["accepted_at"] == [1.0] * K
     assert arms["candidate_at_k3"]["al"] == CHAMPION_K + 1
-    assert evaluation.facts["walked"]["agrees"]
+
+
+def test_our_walk_gives_the_very_figure_of_the_server(evaluation: Artifact) -> None:
+    """23 tokens after the first, in rounds of 5: the last round is cut by the answer's end."""
+    walked = evaluation.facts["walked"]
+
+    assert walked["al"] == walked["vllm_tokens_per_step"] == pytest.approx(23 / 5)
+    assert walked["agrees"]
 
 
 def test_labels_late_by_one_token_accept_nothing(evaluation: Artifact) -> None:

@@ -149,7 +149,7 @@ def shift_vocabulary(head: DraftHead) -> None:
         (swap_aux_halves, "aux layers"),
         (lose_final_norm, "a norm"),
         (move_mask_hidden, "mask_hidden"),
-        (use_another_theta, "rotary"),
+        (use_another_theta, "theta"),
         (shift_vocabulary, "vocabulary map"),
     ],
 )
