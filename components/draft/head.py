@@ -192,8 +192,8 @@ class DraftHead(nn.Module):
     def rope(self, position_R: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [R, 1, D] each, at least fp32."""
         dtype = torch.promote_types(self.fc.weight.dtype, torch.float32)
-        cos_RD, sin_RD = self.rotary(position_R.new_empty((), dtype=dtype), position_R)
-        return cos_RD[:, None], sin_RD[:, None]
+        cos_1RD, sin_1RD = self.rotary(position_R.new_empty((), dtype=dtype), position_R[None])
+        return cos_1RD[0, :, None], sin_1RD[0, :, None]
 
     def layer_inputs(self, next_ids_N: Tensor, aux_NX: Tensor) -> tuple[Tensor, Tensor]:
         """Layer 0's input [N, 2H] and the residual stream [N, H] it starts from (the un-normed fc output)."""
