@@ -28,8 +28,12 @@ export RAY_API_SERVER_ADDRESS := http://127.0.0.1:$(RAY_DASHBOARD_PORT)
 help: ## This list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
+# What every python and `ray` of this environment needs to meet the cluster of `make up`, in any shell: the token, and Ray's switch
+# for a cluster of one machine (without it a client turns 127.0.0.1 into the machine's outer address). An explicit value wins.
+RAY_DEFAULTS = import os; [os.environ.setdefault(k, v) for k, v in (("RAY_AUTH_MODE", "token"), ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0"))]
+
 env: $(STAMP) ## Make .venv from the lock file (DEVICE=gpu for a machine with GPUs)
-	@:
+	@for site in $(VENV)/lib/python3*/site-packages; do echo '$(RAY_DEFAULTS)' > $$site/aerie_ray.pth; done
 
 up: env ## Start the Ray head and the MLflow server of this machine, if they are not up
 	@$(BIN)/python -m clusters.local up
@@ -94,8 +98,6 @@ $(STAMP):
 	$(call run,torch,$(install_torch_$(DEVICE)),Set TORCH_CPU_INDEX to an index that has it.)
 	$(call run,the other packages of $(LOCK) (minutes the first time),$(PIP) install --no-deps -r $(LOCK),See $(INSTALL_LOG).)
 	$(call run,this project,$(PIP) install --no-deps --no-build-isolation -e .,See $(INSTALL_LOG).)
-	@echo 'import os; os.environ.setdefault("RAY_AUTH_MODE", "token")' \
-	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/aerie_ray_auth.pth"
 	@rm -f $(VENV)/installed-*; touch $@
 	@echo "env: ready"
 

@@ -25,6 +25,7 @@ def ray_service(port: int, dashboard_port: int, num_cpus: int) -> Service:
     environment = {
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONUNBUFFERED": "1",  # a job's progress is followed while it runs
+        "COLUMNS": "140",  # a job has no terminal to ask for the width of its tables
         "AERIE_ROOT": str(ROOT),  # an uploaded job puts relative storage here
         "RAY_AUTH_MODE": "token",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's switch for a one-machine cluster: every port on loopback

@@ -67,7 +67,7 @@ def test_every_pod_has_the_token_and_the_volumes_it_mounts(name: str) -> None:
         volumes = {volume["name"] for volume in pod.get("volumes", [])}
         for container in pod["containers"]:
             names = {variable["name"] for variable in container["env"]}
-            assert names >= {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
+            assert names >= {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}
             assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
 
 
