@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from components.config import StageResources, TrainConfig
 from components.draft.schedule import StepSums
+from components.training.reduce import reduce_sums
 from components.training.setup import HeadSpec, build_trainer, own_documents
 from components.training.state import load_state, save_state
 from components.training.trainer import Trainer, figures
@@ -29,7 +31,7 @@ from components.training.validation import validate
 
 log = logging.getLogger("aerie")
 
-REPORTS_PER_EPOCH = 10
+REPORT_EVERY_S = 10.0  # a report waits for the controller, which looks every second or two: not every step
 MAX_WORKER_FAILURES = 2  # a lost worker restarts from the last checkpoint this often
 
 
@@ -99,9 +101,9 @@ def train_worker(job: dict[str, Any]) -> None:
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
             trainer.progress = load_state(Path(folder), trainer.head, trainer.optimizer)
-    every = max(1, trainer.steps_per_epoch // REPORTS_PER_EPOCH)
     keep_every = trainer.config.checkpoint_every_steps or trainer.steps_per_epoch
     sums = StepSums.zeros(trainer.config.num_depths)
+    reported_at_s = time.monotonic()
     while trainer.progress.step < trainer.total_steps:
         sums.add(trainer.step())
         step = trainer.progress.step
@@ -110,11 +112,18 @@ def train_worker(job: dict[str, Any]) -> None:
             if step == trainer.total_steps:
                 row |= validate(trainer, own_documents(job["spec"], "held_out", trainer), "held_out")
             _report(trainer, row, keep=True)
-        elif step % every == 0 or step % keep_every == 0:
+        elif step % keep_every == 0 or _is_due(trainer.rank, reported_at_s):
             _report(trainer, figures(sums, "train"), keep=step % keep_every == 0)
         else:
             continue
         sums = StepSums.zeros(trainer.config.num_depths)
+        reported_at_s = time.monotonic()
+
+
+def _is_due(rank: int, reported_at_s: float) -> bool:
+    """Whether it is time to report, as rank 0 sees it: every rank must report as often as the others."""
+    due = rank == 0 and time.monotonic() - reported_at_s >= REPORT_EVERY_S
+    return bool(reduce_sums(torch.tensor([float(due)], dtype=torch.float64))[0])
 
 
 def _report(trainer: Trainer, row: dict[str, float], keep: bool) -> None:

@@ -39,7 +39,7 @@ class Project:
     def command(self, *arguments: str, pipeline: str = "full") -> list[str]:
         return [sys.executable, f"pipelines/{pipeline}.py", "--config", str(self.config), *arguments]
 
-    def run(self, *arguments: str, pipeline: str = "full", timeout_s: float = 500) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, pipeline: str = "full", timeout_s: float = 800) -> subprocess.CompletedProcess[str]:
         """Run to the end; stdout and stderr come back together in `stdout`."""
         return subprocess.run(
             self.command(*arguments, pipeline=pipeline),
@@ -99,12 +99,12 @@ def make_project(
         },
         "draft": {"num_layers": 1, "vocab_size": 300},
         "train": {
-            "epochs": 12,
+            "epochs": 4,
             "num_depths": 4,
             "chain_rate": 1.0,
             "learning_rate": 0.01,
             "dtype": "float32",
-            "documents_per_step": 4,
+            "documents_per_step": 1,
         },
         "evaluate": {
             "num_speculative_tokens": 3,

@@ -13,6 +13,8 @@ from tests.cluster import BIN, RayHead
 from tests.conftest import free_port
 from tests.pipelines.runs import ROOT, Project, make_project
 
+pytestmark = pytest.mark.timeout(1500)  # several engines one after another; minutes on two cores
+
 K = 3
 
 

@@ -10,6 +10,8 @@ from tests.cluster import RayHead
 from tests.conftest import free_port
 from tests.pipelines.runs import Project, make_project
 
+pytestmark = pytest.mark.timeout(1500)  # several engines one after another; minutes on two cores
+
 PART = "part-*.parquet"
 
 
