@@ -209,7 +209,9 @@ class DraftHead(nn.Module):
     ) -> None:
         """Starts from the target: its embeddings, its final norm and the draft vocabulary's rows of its lm_head.
 
-        fc and mask_hidden are random at the scale of typical features, so that fc's output is of order 1.
+        fc and mask_hidden are random at the scale of typical features, so that fc's output is of order 1. The norm
+        is shrunk until logits are of order 1: with the target's own norm a head that knows nothing is as sure as
+        its target, and unlearning that took most of a first epoch (SmolLM2: loss 20 instead of 9 at the start).
 
         Args:
             embed_VH: [V, H] the target's input embeddings.
@@ -232,8 +234,9 @@ class DraftHead(nn.Module):
         noise_X = torch.randn(rms_X.shape, generator=generator)
         self.mask_hidden.copy_(noise_X.to(rms_X.device) * rms_X)
         self.embed_tokens.weight.copy_(embed_VH)
-        self.norm.weight.copy_(norm_H)
         self.lm_head.weight.copy_(lm_head_VH[self.target_ids_U.to(lm_head_VH.device)])
+        self.norm.weight.copy_(norm_H)
+        self.norm.weight /= (self.lm_head.weight * self.norm.weight).pow(2).sum(1).mean().sqrt()
 
     def _register_vocabulary(self, draft_vocab_U: Tensor | None) -> None:
         size, vocab_size = self.config.draft_vocab_size, self.config.vocab_size
