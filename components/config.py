@@ -75,7 +75,7 @@ class DraftConfig(Section):
 
 
 class TrainConfig(Section):
-    epochs: Count = 3
+    epochs: Count = 6
     num_depths: Annotated[int, Field(ge=2)] = 4
     """K in training: a chain has depths 0..num_depths-1."""
     chain_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
