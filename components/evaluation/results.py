@@ -23,6 +23,15 @@ class Answer:
     rivals: tuple[dict[int, float], ...] = ()
     """On the plain arm, at each position: other likely tokens -> by how much their logit is lower."""
 
+    @property
+    def accepted_past_end(self) -> int:
+        """Drafts accepted beyond the answer's last token.
+
+        Prefill and steps gave 1 + target_steps + accepted tokens. Those that the answer does not hold were cut off; the first of
+        them is the target's own token, which follows the accepted drafts, the others are drafts.
+        """
+        return max(0, self.target_steps + self.record.accepted - self.record.output_tokens)
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -52,6 +61,13 @@ class ArmResult:
     """The engine's own counters over the answers pass; None where nothing speculates."""
     problems: tuple[str, ...] = field(default=())
     """Why the arm's figures must not be used; empty for a valid arm."""
+
+    @property
+    def acceptance_length_within(self) -> float | None:
+        """AL without the drafts that vLLM accepted past an answer's end: what a walk along the recorded answer gives."""
+        good = [answer for answer in self.answers if answer.record.error is None]
+        rounds = sum(answer.record.rounds for answer in good)
+        return 1 + sum(a.record.accepted - a.accepted_past_end for a in good) / rounds if rounds else None
 
     @property
     def records(self) -> list[RequestRecord]:

@@ -139,8 +139,8 @@ def _warn(facts: Mapping[str, Any]) -> None:
     walked = facts["walked"]
     if walked["agrees"] is False:
         log.warning(
-            "our walked AL %.3f and vLLM's %.3f tokens a step differ by %+.1f%%: head and server do not compute the same",
-            walked["al"], walked["vllm_tokens_per_step"], 100 * walked["relative_difference"],
+            "our walked AL %.3f and vLLM's %.3f differ by %+.1f%%: head and server do not compute the same",
+            walked["al"], walked["vllm_al_within_answers"], 100 * walked["relative_difference"],
         )  # fmt: skip
 
 

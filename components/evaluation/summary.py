@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config import GateConfig
+from components.evaluation.acceptance import total
 from components.evaluation.arms import Arm
 from components.evaluation.gate import Measured, Verdict, decide
 from components.evaluation.losslessness import TIE_GAPS, GreedyAnswer, Losslessness, compare_answers
@@ -62,7 +63,7 @@ def summarise(
         and {"head_digest": champion.digest, "num_speculative_tokens": champion.num_speculative_tokens},
         "arms": arms,
         "bigram_walked_al": walked["bigram"][k]["al"],
-        "walked": _agreement(walked["head"][k]["al"], arms[CANDIDATE]),
+        "walked": _agreement(walked["head"][k]["al"], results[CANDIDATE]),
         "speed_against_none": as_json(
             compare_speed(results[CANDIDATE].tokens_per_s, results[NONE].tokens_per_s, Bootstrap())
         ),
@@ -133,17 +134,14 @@ def _against_champion(
     }
 
 
-def _agreement(walked_al: float | None, candidate: Mapping[str, Any]) -> dict[str, Any]:
-    """Our walk beside vLLM's figures for the same head, prompts and K.
-
-    A walk ends with the answer, vLLM's AL also counts drafts accepted past the end. Tokens given a step end there too, and with a
-    proposal in every step that is the very same figure: the difference is taken from it.
-    """
-    difference = relative_difference(walked_al, candidate["tokens_per_step"])
+def _agreement(walked_al: float | None, candidate: ArmResult) -> dict[str, Any]:
+    """Our walk beside vLLM's figures for the same head, prompts and K; compared without what vLLM accepted past the answers' ends."""
+    within = candidate.acceptance_length_within
+    difference = relative_difference(walked_al, within)
     return {
         "al": walked_al,
-        "vllm_al": candidate["al"],
-        "vllm_tokens_per_step": candidate["tokens_per_step"],
+        "vllm_al": total(candidate.records).acceptance_length,
+        "vllm_al_within_answers": within,
         "relative_difference": difference,
         "agrees": None if difference is None else abs(difference) <= AGREEMENT,
     }

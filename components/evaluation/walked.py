@@ -12,7 +12,7 @@ from components.evaluation.bigram import bigram_drafts, bigram_table
 from components.evaluation.preflight import capture_document
 
 AGREEMENT = 0.03
-"""Largest relative difference between our walked AL and vLLM's tokens a step. More is a head that the server reads otherwise than we do."""
+"""Largest relative difference between our walked AL and vLLM's AL within the answers. More is a head that the server reads otherwise than we do."""
 
 
 @dataclass(frozen=True)

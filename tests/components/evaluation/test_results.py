@@ -109,6 +109,16 @@ def test_figures_are_ratios_of_sums() -> None:
     assert got["accepted_at"] == pytest.approx([1.0, 1 / 3, 0.0])
 
 
+def test_drafts_accepted_past_the_end_are_no_part_of_the_answer() -> None:
+    cut = run(step(1), step(2, 3, 4, 5), step(6, 7, finish="length", accepted=[3, 3]))  # 3 + 1 tokens, 2 of them wanted
+    exact = run(step(1), step(2, 3, 4, finish="length", accepted=[3]))  # only the target's own token was cut off
+
+    assert (cut.accepted_past_end, exact.accepted_past_end, GOOD.accepted_past_end) == (1, 0, 0)
+    assert result(cut).acceptance_length_within == pytest.approx(1 + 5 / 2)
+    assert figures(result(cut))["al"] == 4.0
+    assert result(arm=NONE).acceptance_length_within is None
+
+
 def test_failed_answers_are_in_no_figure() -> None:
     bad = run(step(2, finish="stop", accepted=[0, 0, 0, 0]), key="bad")
 

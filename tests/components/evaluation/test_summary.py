@@ -1,0 +1,114 @@
+"""From arms' files to facts and verdict, with a champion that is served with another K."""
+
+from pathlib import Path
+
+import pytest
+
+from components.config import GateConfig
+from components.evaluation.acceptance import RequestRecord
+from components.evaluation.arms import Arm, head_arm
+from components.evaluation.results import Answer, ArmResult, Speed, save_result
+from components.evaluation.summary import HeadIdentity, evaluation_verdict, needed_arms, summarise
+from components.stage import Artifact
+from components.storage import Location
+from tests.components.evaluation.records import FAMILIES, make_record
+
+NONE = Arm("none", "none")
+CANDIDATE = HeadIdentity("new", 7, Path("/heads/new"))
+CHAMPION = HeadIdentity("old", 3, Path("/heads/old"))
+WALKED = {"head": {"3": {"al": 1.4}, "7": {"al": 1.41}}, "bigram": {"3": {"al": 1.1}, "7": {"al": 1.12}}}
+NUM_PROMPTS = 12
+
+
+def result(arm: Arm, accepted: int, rate: float | None = 20.0, token: int = 7) -> ArmResult:
+    """100 rounds a prompt; the last token of each answer is `token`."""
+    records = [
+        make_record(f"p{i}", accepted, 100, family=FAMILIES[i % 4], k=arm.num_speculative_tokens or 1)
+        for i in range(NUM_PROMPTS)
+    ]
+    return ArmResult(
+        arm=arm,
+        platform={"vllm": "0.32.0", "dtype": "bfloat16"},
+        answers=tuple(answer(record, token, arm) for record in records),
+        speeds=() if rate is None else tuple(Speed(f"p{i}", 64, 64 / rate, 0.1) for i in range(6)),
+        engine_start_s=10.0,
+        answers_s=5.0,
+    )
+
+
+def answer(record: RequestRecord, token: int, arm: Arm) -> Answer:
+    rivals = () if arm.speculates else ({3: 2.0}, {8: 0.125, 9: 4.0})
+    return Answer(record, (5, token), 100, rivals)
+
+
+def results(at_champions_k: int, token: int = 7) -> dict[str, ArmResult]:
+    arms = [
+        result(NONE, 0, 15.0),
+        result(head_arm("candidate", "/heads/new", 7), 60, token=token),
+        result(head_arm("champion", "/heads/old", 3), 30),
+        result(head_arm("candidate_at_k3", "/heads/new", 3), at_champions_k, None),
+    ]
+    return {r.arm.name: r for r in arms}
+
+
+def evaluate(folder: Path, measured: dict[str, ArmResult]) -> tuple[dict, Artifact, dict]:
+    location = Location(str(folder))
+    for name, arm_result in measured.items():
+        save_result(arm_result, location.join("arms", f"{name}.json"))
+    facts, differences = summarise(measured, WALKED, CANDIDATE, CHAMPION)
+    return facts, Artifact("evaluation", location, "f", {"facts": facts, "digest": "d"}), differences
+
+
+def test_a_champion_with_another_k_adds_an_arm_without_a_speed_pass() -> None:
+    arms = needed_arms([NONE], CANDIDATE, CHAMPION)
+
+    assert [(arm.name, arm.num_speculative_tokens, speed) for arm, speed in arms] == [
+        ("none", None, True),
+        ("candidate", 7, True),
+        ("champion", 3, True),
+        ("candidate_at_k3", 3, False),
+    ]
+    assert len(needed_arms([NONE], CANDIDATE, HeadIdentity("old", 7, Path("/heads/old")))) == 3
+    assert len(needed_arms([NONE], CANDIDATE, None)) == 2
+
+
+def test_acceptance_is_compared_at_the_champions_k_and_speed_as_served(tmp_path: Path) -> None:
+    facts, artifact, _ = evaluate(tmp_path, results(at_champions_k=40))
+
+    against = facts["against_champion"]
+    assert against["num_speculative_tokens"] == 3
+    assert against["al"]["acceptance_length"] == pytest.approx(1.4)
+    assert against["al"]["baseline"] == pytest.approx(1.3)
+    assert set(against["families"]) == set(FAMILIES)
+    assert facts["speed_against_none"]["estimate"] == pytest.approx(20 / 15)
+    assert evaluation_verdict(artifact, GateConfig()).promote
+
+
+def test_a_larger_k_alone_is_refused(tmp_path: Path) -> None:
+    _, artifact, _ = evaluate(tmp_path, results(at_champions_k=30))
+
+    verdict = evaluation_verdict(artifact, GateConfig())
+
+    assert [reason.check for reason in verdict.failures] == ["acceptance length at K=3"]
+
+
+@pytest.mark.parametrize(("token", "kind"), [(8, "tie"), (9, "fault")])
+def test_every_difference_from_plain_decoding_is_listed_and_faults_refuse(
+    tmp_path: Path, token: int, kind: str
+) -> None:
+    facts, artifact, differences = evaluate(tmp_path, results(at_champions_k=40, token=token))
+
+    assert len(differences["candidate"]) == NUM_PROMPTS
+    assert {d["kind"] for d in differences["candidate"]} == {kind}
+    assert facts["arms"]["candidate"]["lossless"][f"{kind}s"] == NUM_PROMPTS
+    assert differences["champion"] == []
+    failures = [reason.check for reason in evaluation_verdict(artifact, GateConfig()).failures]
+    assert failures == (["lossless"] if kind == "fault" else [])
+
+
+def test_the_walk_is_held_against_the_server(tmp_path: Path) -> None:
+    walked = evaluate(tmp_path, results(at_champions_k=40))[0]["walked"]
+
+    assert walked["vllm_al"] == pytest.approx(1.6)
+    assert walked["relative_difference"] == pytest.approx(1.41 / 1.6 - 1)
+    assert walked["agrees"] is False
