@@ -6,6 +6,7 @@ as token ids; what is recorded is vLLM's own prompt ids and output ids.
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,9 @@ class AnswerWorker(PartWorker):
         engine_kwargs: dict[str, Any],
         config: DataConfig,
     ) -> None:
-        from vllm import EngineArgs, LLMEngine, SamplingParams  # takes seconds, and only engine actors need it
+        # takes seconds, and only engine actors need it
+        from vllm import EngineArgs, LLMEngine, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         super().__init__(output, progress)
         self._prompts_file = prompts.join(PROMPTS)
@@ -90,7 +93,7 @@ class AnswerWorker(PartWorker):
         self._max_model_len = engine_kwargs["max_model_len"]
         self._tokenizer = load_tokenizer(Path(target_path))
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_kwargs))
-        self._sampling_params = SamplingParams
+        self._sampling_params = partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
         self._waiting: dict[str, _Dialogue] = {}
 
     def make(self, tasks: list[PartTask]) -> None:
@@ -99,8 +102,7 @@ class AnswerWorker(PartWorker):
             self._open_part(task)
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
-                if output.finished:
-                    self._on_answer(self._waiting.pop(output.request_id), output)
+                self._on_answer(self._waiting.pop(output.request_id), output)
 
     def _open_part(self, task: PartTask) -> None:
         part = _Part(task.number)
@@ -134,7 +136,6 @@ class AnswerWorker(PartWorker):
             top_p=self._config.top_p,
             max_tokens=self._config.max_new_tokens,
             seed=seed if self._config.temperature > 0 else None,
-            detokenize=False,
         )
 
     def _give_up(self, dialogue: _Dialogue, reason: str, detail: str, is_failure: bool = False) -> None:

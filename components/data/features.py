@@ -18,7 +18,6 @@ log = logging.getLogger("aerie")
 
 BF16_BYTES = 2
 ID_AND_MASK_BYTES = 5
-MAX_CPU_BATCH_TOKENS = 1024  # the mask of a packed batch is dense on a CPU: larger ones cost more than they gain
 
 
 def record_features(
@@ -96,9 +95,6 @@ def _job(
     worker: type[CaptureWorker],
 ) -> PartJob:
     resources = settings.resources.features
-    batch_tokens = settings.data.batch_tokens
-    if resources.num_gpus == 0:
-        batch_tokens = min(batch_tokens, MAX_CPU_BATCH_TOKENS)
     num_threads = max(1, int(resources.num_cpus))
     return PartJob(
         title="features",
@@ -106,7 +102,14 @@ def _job(
         total=num_tokens,
         output=output,
         worker=worker,
-        worker_args=(responses, target_path, aux_layers, settings.target.dtype, batch_tokens, num_threads),
+        worker_args=(
+            responses,
+            target_path,
+            aux_layers,
+            settings.target.dtype,
+            settings.data.batch_tokens,
+            num_threads,
+        ),
         resources=resources,
         env={"OMP_NUM_THREADS": str(num_threads), **resources.env},
     )

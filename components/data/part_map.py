@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +18,8 @@ from typing import Any
 
 import ray
 import ray.data
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
+from ray.util.annotations import RayDeprecationWarning
 
 from components.config import StageResources
 from components.data.parts import part_name
@@ -127,7 +129,13 @@ def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> list[PartTask]:
         if not pending:
             break
         parts_per_call = min(PARTS_PER_CALL, -(-len(pending) // job.resources.replicas)) if attempt == 0 else 1
-        _run(job, pending, parts_per_call)
+        try:
+            _run(job, pending, parts_per_call)
+        except ActorDiedError as error:
+            # A constructor that raised will raise again; a process that was ended while it started may not.
+            if error.actor_init_failed or attempt + 1 == MAX_ATTEMPTS:
+                raise
+            log.warning("%s: a worker ended while it started: %s", job.title, " ".join(str(error).split()))
         pending = _missing(job, tasks)
         for task in pending:
             reason, detail = failure_reason(job.output, task.number)
@@ -154,6 +162,7 @@ def _missing(job: PartJob, tasks: Sequence[PartTask]) -> list[PartTask]:
 
 def _run(job: PartJob, tasks: Sequence[PartTask], parts_per_call: int) -> None:
     progress = ray.remote(num_cpus=0)(Progress).remote()
+    ray.get(progress.done.remote())  # alive before its handle travels in the workers' arguments
     calls = [
         {"tasks": [asdict(task) for task in tasks[start : start + parts_per_call]]}
         for start in range(0, len(tasks), parts_per_call)
@@ -185,7 +194,9 @@ def _quiet_context() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # `make_parts` says in a line what failed
     try:
-        with ray.data.DataContext.current(context):
+        with ray.data.DataContext.current(context), warnings.catch_warnings():
+            # bounds on restarts and retries have no named parameter in the tested Ray
+            warnings.simplefilter("ignore", RayDeprecationWarning)
             yield
     finally:
         logger.setLevel(level)

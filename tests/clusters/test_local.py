@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.conftest import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
+PORTS = ("RAY_PORT", "RAY_DASHBOARD_PORT", "MLFLOW_PORT")
 JOB = """#!/usr/bin/env python
 import os, sys
 import ray
@@ -46,8 +48,10 @@ def project(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def ports() -> dict[str, str]:
-    return {name: str(free_port()) for name in ("RAY_PORT", "RAY_DASHBOARD_PORT", "MLFLOW_PORT")}
+def ports() -> Iterator[dict[str, str]]:
+    """Free ports, and a folder of its own for Ray, which notes there the last head that jobs join."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # short: it holds sockets
+        yield {name: str(free_port()) for name in PORTS} | {"RAY_TMPDIR": folder}
 
 
 def local(project: Path, command: str, ports: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -58,6 +62,18 @@ def local(project: Path, command: str, ports: dict[str, str] | None = None) -> s
         cwd=project,
         env=os.environ | (ports or {}),
         timeout=300,
+    )
+
+
+def submit(project: Path, ports: dict[str, str], *entrypoint: str) -> subprocess.CompletedProcess[str]:
+    """`ray job submit` in a shell that has nothing but the address: `make env` gave this environment's Ray the rest."""
+    return subprocess.run(
+        [BIN / "ray", "job", "submit", "--", *entrypoint],
+        capture_output=True,
+        text=True,
+        cwd=project,
+        env={"HOME": os.environ["HOME"], "PATH": os.environ["PATH"], "RAY_ADDRESS": f"127.0.0.1:{ports['RAY_PORT']}"},
+        timeout=240,
     )
 
 
@@ -94,18 +110,12 @@ def test_up_twice_then_a_job_with_serve_then_down(project: Path, ports: dict[str
     assert pids == {record["pid"] for record in json.loads((project / ".aerie" / "local.json").read_text()).values()}
 
     serve_port = free_port()
-    submitted = subprocess.run(
-        [BIN / "ray", "job", "submit", "--", "./job.py", str(serve_port)],
-        capture_output=True,
-        text=True,
-        cwd=project,
-        env=os.environ
-        | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{ports['RAY_DASHBOARD_PORT']}", "RAY_AUTH_MODE": "token"},
-        timeout=240,
-    )
+    submitted = submit(project, ports, "./job.py", str(serve_port))
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert f"root {project} python {sys.executable} folder {project}" in submitted.stdout
     assert httpx.get(f"http://127.0.0.1:{serve_port}/", trust_env=False).text == "served"
+
+    assert submit(project, ports, "false").returncode == 1
 
     processes = started_processes(project)
     # Ray writes the address of a Serve replica's gRPC port ("[::]:0") into its code; the token guards it (SECURITY.md).

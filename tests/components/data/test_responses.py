@@ -58,7 +58,7 @@ def make_prompts() -> list[Prompt]:
         turns = [user(f"What is {i} plus {i}?"), user("And twice that?")]
         prompts.append(Prompt(f"k{i:02d}", "maths", turns[: 1 + (i % 4 == 0)], None, "a.jsonl", i + 1))
     long = [user("Short."), user("long " * 400), user("Never asked.")]
-    rejected = [{"role": "critic", "content": "No."}, user("Hello?")]
+    rejected = [user("Hello?"), {"role": "critic", "content": "No."}]
     prompts.append(Prompt("k90", "maths", long, None, "a.jsonl", 91))
     prompts.append(Prompt("k91", "maths", rejected, None, "a.jsonl", 92))
     return prompts
