@@ -55,7 +55,9 @@ class DataConfig(Section):
     temperature: Annotated[float, Field(ge=0.0)] = 0.0
     """Sampling temperature of the answers: use the one that serving uses."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus of the answers' sampling."""
     seed: int = 0
+    """Of the cap's draw and of sampled answers."""
     max_dropped_fraction: Share = 0.1
     """The job fails when a larger share of rows is dropped or failed in one stage."""
     rows_per_shard: Count = 64
@@ -76,6 +78,7 @@ class DraftConfig(Section):
 
 class TrainConfig(Section):
     epochs: Count = 6
+    """Passes over the training documents."""
     num_depths: Annotated[int, Field(ge=2)] = 4
     """K in training: a chain has depths 0..num_depths-1."""
     chain_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
@@ -86,24 +89,36 @@ class TrainConfig(Section):
     rows_per_part: Count = 4096
     """Most chain rows computed at once: memory against speed, never the result."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-3
+    """Peak of the schedule (AdamW)."""
     lr_schedule: Literal["cosine", "linear"] = "cosine"
+    """Shape of the decay to 0 after the warm-up."""
     warmup_fraction: Share = 0.05
+    """Share of all steps in which the learning rate rises."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """Of matrices; gains are never decayed."""
     clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """Largest norm of the gradient of one step."""
     loss: Literal["kl", "cross_entropy"] = "kl"
+    """Distance to the teacher: KL(teacher || head), or cross entropy with the recorded token."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Autocast dtype over fp32 master weights."""
     train_embeddings: bool = True
+    """Whether the embedding rows that the training texts use are trained."""
     checkpoint_every_steps: Count | None = None
     """Optimiser steps between checkpoints; null: at the end of every epoch."""
     seed: int = 0
+    """Of the head's start, the order of documents and the chains."""
 
 
 class ArmConfig(Section):
     method: Literal["none", "ngram"]
+    """What drafts: nothing, or n-gram matches in the text so far."""
     num_speculative_tokens: Count | None = None
+    """K: draft tokens of a verification round."""
     prompt_lookup_min: Count | None = None
+    """Shortest n-gram that is looked up."""
     prompt_lookup_max: Count | None = None
+    """Longest n-gram that is looked up."""
 
     @model_validator(mode="after")
     def _check(self) -> "ArmConfig":
@@ -118,6 +133,7 @@ class EvaluateConfig(Section):
     num_prompts: Count = 40
     """Held-out prompts that every arm answers."""
     max_new_tokens: Count = 128
+    """Longest answer of the answers pass, in tokens."""
     concurrency: Count = 16
     """Requests at once in the answers pass."""
     speed_prompts: Count = 6
@@ -143,12 +159,17 @@ class AbConfig(Section):
     requests: Count = 40
     """Replayed held-out requests."""
     concurrency: Count = 4
+    """Sessions at once."""
     max_new_tokens: Count = 64
+    """Longest answer of the replayed traffic, in tokens."""
     challenger_weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Share of the sessions that the new head answers."""
     salt: str = "aerie"
     """Salt of the sticky assignment; another salt deals the sessions anew."""
     host: str = "127.0.0.1"
+    """Address that the endpoint listens on."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """Port that the endpoint listens on."""
     first_item_timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
     """A request whose arm says nothing for this long fails with 504."""
     keep_serving: bool = True
@@ -159,13 +180,17 @@ class GateConfig(Section):
     min_effect: Annotated[float, Field(ge=0.0)] = 0.02
     """Relative gain in AL over the champion that is worth a change."""
     confidence: Annotated[float, Field(gt=0.5, lt=1.0)] = 0.95
+    """Of all intervals."""
     task_margin: Annotated[float, Field(ge=0.0)] = 0.05
     """No family's AL may be worse than the champion's by more than this share, beyond doubt."""
     speed_margin: Annotated[float, Field(ge=0.0)] = 0.02
     """Output tokens/s may be at most this share below the baseline's."""
     max_errors: Annotated[int, Field(ge=0)] = 0
+    """Failed or empty answers that an arm may have."""
     bootstrap_samples: Count = 2000
+    """Resamples of the prompts behind an interval."""
     seed: int = 0
+    """Of the resamples."""
 
 
 class PublishConfig(Section):
@@ -192,9 +217,13 @@ class StageResources(Section):
 
 class ResourcesConfig(Section):
     responses: StageResources = StageResources()
+    """Engines that answer the prompts."""
     features: StageResources = StageResources()
+    """Workers that record hidden states."""
     train: StageResources = StageResources()
+    """Ray Train workers."""
     evaluate: StageResources = StageResources()
+    """The engine of the arm that is being measured."""
     ab: StageResources = StageResources()
     """One arm's resources."""
 
@@ -208,7 +237,9 @@ class StorageConfig(Section):
 
 class MlflowConfig(Section):
     tracking_uri: str = "http://127.0.0.1:5000"
+    """Address of the MLflow server."""
     experiment: str = "aerie"
+    """MLflow experiment that the run belongs to."""
 
 
 class Settings(Section):
