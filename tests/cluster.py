@@ -40,14 +40,17 @@ def run_ray_head(folder: Path, port: int, dashboard_port: int) -> Iterator[RayHe
     environment = os.environ | {
         MARK_VARIABLE: mark,
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # every port on loopback
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TMPDIR": temporary,
         "AERIE_ROOT": str(ROOT),
     }
+    token = subprocess.run(
+        [str(BIN / "ray"), "get-auth-token", "--generate"], env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
     command = [str(BIN / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
     command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}", f"--num-cpus={LOGICAL_CPUS}"]
+    # workers on any free port: Ray's usual range is shared by all heads of a machine, and sockets would be taken twice
+    command += ["--min-worker-port=0", "--max-worker-port=0"]
     command += ["--dashboard-agent-listen-port=0", "--object-store-memory=400000000", "--include-dashboard=true"]
     log_path = folder / "ray.log"
     with log_path.open("wb") as log:
@@ -55,7 +58,7 @@ def run_ray_head(folder: Path, port: int, dashboard_port: int) -> Iterator[RayHe
     client = _client_environment(port, dashboard_port, temporary)
     head = RayHead(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard_port}", client)
     try:
-        _wait(process, head, log_path)
+        _wait(process, head, token, log_path)
         yield head
     finally:
         _end(process, mark)
@@ -65,19 +68,18 @@ def run_ray_head(folder: Path, port: int, dashboard_port: int) -> Iterator[RayHe
 def _client_environment(port: int, dashboard_port: int, temporary: str) -> dict[str, str]:
     return {
         "RAY_TMPDIR": temporary,
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_AUTH_MODE": "disabled",
         "RAY_ADDRESS": f"127.0.0.1:{port}",
         "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard_port}",
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
     }
 
 
-def _wait(process: subprocess.Popen[bytes], head: RayHead, log_path: Path) -> None:
+def _wait(process: subprocess.Popen[bytes], head: RayHead, token: str, log_path: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if httpx.get(f"{head.dashboard_url}/api/version", timeout=2).is_success:
+            headers = {"Authorization": f"Bearer {token}"}
+            if httpx.get(f"{head.dashboard_url}/api/version", headers=headers, timeout=2).is_success:
                 return
         except httpx.TransportError:
             pass

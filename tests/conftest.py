@@ -14,7 +14,6 @@ import boto3
 import httpx
 import pytest
 import ray
-from ray._private import ray_constants
 
 from components.target.bundled import materialize_bundled
 from tests.cluster import RayHead, run_ray_head
@@ -52,8 +51,6 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
     ):
         for name, value in head.environment.items():
             p.setenv(name, value)
-        # ray reads the variable that keeps a cluster on loopback when it is imported, which was before this
-        p.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
         ray.init(address=head.address, logging_level="warning")
         yield head
         ray.shutdown()

@@ -22,6 +22,8 @@ def ray_service(port: int, dashboard_port: int, num_cpus: int) -> Service:
     command = [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", "--log-color=false"]
     command += [f"--node-ip-address={HOST}", f"--port={port}", f"--num-cpus={num_cpus}"]
     command += [f"--dashboard-host={HOST}", f"--dashboard-port={dashboard_port}", "--dashboard-agent-listen-port=0"]
+    # workers on any free port: Ray's usual range is shared by all heads of a machine, and sockets would be taken twice
+    command += ["--min-worker-port=0", "--max-worker-port=0"]
     environment = {
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONUNBUFFERED": "1",  # a job's progress is followed while it runs
