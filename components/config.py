@@ -136,8 +136,8 @@ class EvaluateConfig(Section):
     """Longest answer of the answers pass, in tokens."""
     concurrency: Count = 16
     """Requests at once in the answers pass."""
-    speed_prompts: Count = 6
-    """Prompts of the speed pass (one at a time, fixed length)."""
+    speed_prompts: Annotated[int, Field(ge=5)] = 8
+    """Prompts of the speed pass (one at a time, fixed length); fewer than 5 would give no interval."""
     speed_tokens: Count = 64
     """Tokens of each answer in the speed pass."""
     baselines: dict[str, ArmConfig] = {

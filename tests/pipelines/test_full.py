@@ -12,21 +12,24 @@ from safetensors.torch import load_file
 from tests.cluster import BIN, RayHead
 from tests.conftest import free_port
 from tests.pipelines.runs import ROOT, Project, make_project
+from tests.tiny import make_permutation_llama
 
 pytestmark = pytest.mark.timeout(1500)  # several engines one after another; minutes on two cores
 
 K = 3
+NUM_LAYERS = 32  # deep for its size, so that four tokens a step beat one by far
 
 
 @pytest.fixture(scope="module")
 def project(
     tmp_path_factory: pytest.TempPathFactory,
-    permutation_target: tuple[Path, list[int]],
     ray_cluster: RayHead,
     mlflow_server: str,
 ) -> Project:
     folder = tmp_path_factory.mktemp("full")
-    return make_project(folder, permutation_target[0], ray_cluster.environment, mlflow_server, free_port())
+    target = folder / "target"
+    make_permutation_llama(target, layers=NUM_LAYERS)
+    return make_project(folder, target, ray_cluster.environment, mlflow_server, free_port())
 
 
 @pytest.fixture(scope="module")
