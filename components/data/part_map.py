@@ -162,7 +162,6 @@ def _missing(job: PartJob, tasks: Sequence[PartTask]) -> list[PartTask]:
 
 def _run(job: PartJob, tasks: Sequence[PartTask], parts_per_call: int) -> None:
     progress = ray.remote(num_cpus=0)(Progress).remote()
-    ray.get(progress.done.remote())  # alive before its handle travels in the workers' arguments
     calls = [
         {"tasks": [asdict(task) for task in tasks[start : start + parts_per_call]]}
         for start in range(0, len(tasks), parts_per_call)
