@@ -68,6 +68,7 @@ class DataConfig(Section):
 
 class DraftConfig(Section):
     num_layers: Count = 2
+    """Decoder layers of the head."""
     vocab_size: Count = 12000
     """Size of the draft vocabulary; capped at the target's."""
     aux_layers: list[int] | None = None
@@ -84,6 +85,7 @@ class TrainConfig(Section):
     chain_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
     """r: share of anchors whose chain reaches depth d is max(r^d, chain_floor)."""
     chain_floor: Share = 0.0
+    """r_min: smallest share of anchors at any depth."""
     documents_per_step: Count = 4
     """Global batch: documents of one optimiser step, over all workers."""
     rows_per_part: Count = 4096
@@ -207,6 +209,7 @@ class StageResources(Section):
     num_cpus: Annotated[float, Field(gt=0.0)] = 1.0
     """Logical CPUs of one actor or worker."""
     num_gpus: Annotated[float, Field(ge=0.0)] = 0.0
+    """GPUs of one actor or worker; 0: the stage runs on the CPU."""
     replicas: Count = 1
     """Actors or workers of the stage."""
     engine: dict[str, Any] = {}
