@@ -16,6 +16,8 @@ PREFIX = "aerie-"
 ROUTER = f"{PREFIX}router"
 BIND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 NO_HEAD = "none"
+SERVED_CODE = ("arm_server", "assignment", "ejection", "protocol", "router", "upstream")
+"""Modules of this folder that run inside Serve."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,8 @@ def router_application(
 def code_revision() -> str:
     """Changes with the code that runs inside Serve, which takes a configuration without a change for done."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    for name in SERVED_CODE:
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -25,7 +25,13 @@ class DeploymentFailed(RuntimeError):
 
 
 def wait_until_running(client: ServeSubmissionClient, names: Sequence[str]) -> None:
+    """Until these applications run.
+
+    Raises:
+        DeploymentFailed: one of them says that it failed, or nothing happens for very long.
+    """
     started = said = time.monotonic()
+    explained = ""
     while True:
         live = client.get_serve_details()["applications"]
         _raise_for_failure(live, names)
@@ -36,10 +42,15 @@ def wait_until_running(client: ServeSubmissionClient, names: Sequence[str]) -> N
         if now - started > START_TIMEOUT_S:
             raise DeploymentFailed(f"not running after {START_TIMEOUT_S:.0f} s: {_messages(live, waiting)}")
         if now - said >= PROGRESS_S:
-            said = now
+            said, why = now, " ".join(_messages(live, waiting).split())
+            shown = ", ".join(waiting) if why == explained else why
+            explained = why
             log.info(
-                "serving: %d of %d applications run after %.0f s; waiting for %s",
-                *(len(names) - len(waiting), len(names), now - started, " ".join(_messages(live, waiting).split())),
+                "serving: %d/%d run after %.0f s; starting: %s",
+                len(names) - len(waiting),
+                len(names),
+                now - started,
+                shown,
             )
         time.sleep(POLL_S)
 

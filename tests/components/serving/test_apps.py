@@ -1,6 +1,7 @@
 """The declarative configuration: what an arm is started with, and what may change without a restart."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from components.config import Settings
 from components.evaluation.arms import Arm, head_arm
+from components.serving import apps
 from components.serving.apps import BIND_CORES, ServedArm, Service, arm_application, router_application
 
 TARGET = Path("/models/target")
@@ -85,3 +87,16 @@ def test_only_the_router_has_a_route():
 )
 def test_requests_name_the_model_as_people_do(model, name):
     assert Service(Settings.model_validate({"target": {"model": model}}), TARGET, []).model == name
+
+
+def test_the_revision_covers_all_code_that_runs_inside_serve():
+    folder = Path(apps.__file__).parent
+    served, left = set(), {"arm_server", "router"}
+    while left:
+        name = left.pop()
+        served.add(name)
+        imports = re.findall(
+            r"^from components\.serving\.(\w+) import", (folder / f"{name}.py").read_text(), re.MULTILINE
+        )
+        left |= set(imports) - served
+    assert served == set(apps.SERVED_CODE)
