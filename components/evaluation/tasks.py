@@ -32,6 +32,8 @@ log = logging.getLogger("aerie")
 POLL_S = 10.0
 PREFLIGHT_PROMPTS = 8
 PREFLIGHT_TOKENS = 32
+DRAFT_ROOM = 32
+"""Tokens kept free behind an answer: closer to the engine's limit than K, vLLM drafts zeros and counts them as refused."""
 RECORDED = "_recorded.json"
 PREFLIGHT = "preflight.json"
 WALKED = "walked.json"
@@ -55,7 +57,8 @@ class Job:
     @property
     def max_prompt_tokens(self) -> int:
         evaluate = self.settings.evaluate
-        return self.settings.target.max_model_len - max(evaluate.max_new_tokens, evaluate.speed_tokens)
+        longest = max(evaluate.max_new_tokens, evaluate.speed_tokens, PREFLIGHT_TOKENS)
+        return self.settings.target.max_model_len - longest - DRAFT_ROOM
 
     def engine_kwargs(self) -> dict[str, Any]:
         return engine_kwargs(self.settings, self.resources, self.target_path)
