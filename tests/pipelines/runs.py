@@ -33,6 +33,10 @@ class Project:
         return self.folder / "config.yaml"
 
     @property
+    def registered_name(self) -> str:
+        return f"head-{self.folder.name}"
+
+    @property
     def storage(self) -> Path:
         return self.folder / "storage"
 

