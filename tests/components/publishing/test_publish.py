@@ -12,7 +12,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from rich.console import Console
 
-from components.config import ConfigError
+from components.config import ConfigError, TrainConfig
 from components.pipeline import Pipeline, Selection
 from components.publishing import registry
 from components.publishing.bundle import HEAD_FILES, head_digest, verify_bundle
@@ -97,7 +97,7 @@ def test_the_run_holds_figures_curves_plots_and_the_report(
     assert found.data.metrics["data/prompts/lost"] == 2
     assert found.data.metrics["ab/challenger/al"] == 1.4
     assert "ab/none/al" not in found.data.metrics  # no rounds: undefined, not 0
-    assert found.data.params["train.epochs"] == "3"
+    assert found.data.params["train.epochs"] == str(TrainConfig().epochs)
     history = client.get_metric_history(found.info.run_id, "validation/accuracy_depth_0")
     assert [m.step for m in history] == list(range(2, 9))  # step 1 is NaN
     files = {file.path for file in client.list_artifacts(found.info.run_id)}
