@@ -54,6 +54,13 @@ class CaptureWorker(PartWorker):
                 self.count(documents=1, tokens=len(turns.input_ids))
 
     def _capture(self, batch: Sequence[Turns]) -> list[Captured]:
+        """Features of each document; NaN stays with the document that has it (a masked 0 * NaN is NaN, too)."""
+        captured = self._capture_packed(batch)
+        if len(batch) > 1 and not all(states.isfinite().all() for document in captured for states in document):
+            return [self._capture_packed([turns])[0] for turns in batch]
+        return captured
+
+    def _capture_packed(self, batch: Sequence[Turns]) -> list[Captured]:
         lengths = [len(turns.input_ids) for turns in batch]
         ids = torch.tensor([[i for turns in batch for i in turns.input_ids]], device=self._device)
         captured = capture(self._model, ids, self._aux_layers, lengths)

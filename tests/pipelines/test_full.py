@@ -1,8 +1,6 @@
 """The whole job on a tiny target whose next token is a known permutation, on real Ray, vLLM, Serve and MLflow."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +8,9 @@ import pytest
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
-from tests.cluster import BIN, RayHead
+from tests.cluster import RayHead
 from tests.conftest import free_port
-from tests.pipelines.runs import ROOT, Project, make_project
+from tests.pipelines.runs import Project, make_project
 from tests.tiny import make_permutation_llama
 
 pytestmark = pytest.mark.timeout(1500)  # several engines one after another; minutes on two cores
@@ -91,44 +89,3 @@ def test_report_is_one_file(project: Project, first_run: str) -> None:
     assert "candidate" in html
     for outside in ('src="http', 'href="http', "@import", "url(http"):
         assert outside not in html
-
-
-def test_same_job_again_writes_nothing_and_starts_no_engine(
-    project: Project, first_run: str, ray_cluster: RayHead
-) -> None:
-    before = project.snapshot()
-    command = [str(BIN / "ray"), "job", "submit", "--log-color=false", "--working-dir", ".", "--"]
-    command += ["python", "pipelines/full.py", "--config", str(project.config)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | ray_cluster.environment, capture_output=True, text=True, timeout=300
-    )
-    printed = done.stdout + done.stderr
-    assert done.returncode == 0, printed[-6000:]
-    assert project.snapshot() == before
-    assert printed.count("done already") == 11
-    assert ": running" not in printed
-
-
-def test_plan_says_what_is_done(project: Project, first_run: str) -> None:
-    done = project.run("--plan", "--set", "train.epochs=13")
-    assert done.returncode == 0, done.stdout
-    states = {line.split()[1]: line.split()[3] for line in done.stdout.splitlines() if line.startswith("│")}
-    assert states["features"] == "done"
-    assert states["head"] == "run"
-
-
-def test_equal_head_with_a_larger_k_does_not_replace_the_champion(
-    project: Project, first_run: str, mlflow_server: str
-) -> None:
-    client = MlflowClient(mlflow_server)
-    if not read_verdict(project)["promote"]:  # too slow a moment for the gate: an engineer promotes it by hand
-        client.set_registered_model_alias(project.registered_name, "champion", "1")
-    done = project.run("--set", "train.seed=1", "--set", f"evaluate.num_speculative_tokens={K + 1}")
-    assert done.returncode == 0, done.stdout[-6000:]
-    verdict = read_verdict(project)
-    assert verdict["promote"] is False
-    assert f"acceptance length at K={K}" in {r["check"] for r in verdict["reasons"] if not r["passed"]}
-    assert len(project.manifests("responses")) == len(project.manifests("features")) == 1
-    aliases = client.get_registered_model(project.registered_name).aliases
-    assert aliases["champion"] == "1"
-    assert aliases["challenger"] == "2"
