@@ -78,7 +78,7 @@ class DraftConfig(Section):
 
 
 class TrainConfig(Section):
-    epochs: Count = 6
+    epochs: Count = 3
     """Passes over the training documents."""
     num_depths: Annotated[int, Field(ge=2)] = 4
     """K in training: a chain has depths 0..num_depths-1."""
@@ -132,15 +132,15 @@ class ArmConfig(Section):
 class EvaluateConfig(Section):
     num_speculative_tokens: Count = 3
     """K: draft tokens of a verification round."""
-    num_prompts: Count = 40
+    num_prompts: Count = 32
     """Held-out prompts that every arm answers."""
     max_new_tokens: Count = 128
     """Longest answer of the answers pass, in tokens."""
-    concurrency: Count = 16
+    concurrency: Count = 32
     """Requests at once in the answers pass."""
-    speed_prompts: Annotated[int, Field(ge=5)] = 8
+    speed_prompts: Annotated[int, Field(ge=5)] = 12
     """Prompts of the speed pass (one at a time, fixed length); fewer than 5 would give no interval."""
-    speed_tokens: Count = 64
+    speed_tokens: Count = 40
     """Tokens of each answer in the speed pass."""
     baselines: dict[str, ArmConfig] = {
         "none": ArmConfig(method="none"),
@@ -158,7 +158,7 @@ class EvaluateConfig(Section):
 
 
 class AbConfig(Section):
-    requests: Count = 40
+    requests: Count = 24
     """Replayed held-out requests."""
     concurrency: Count = 4
     """Sessions at once."""

@@ -18,6 +18,7 @@ from components.lease import LeaseHeld, LeaseLost
 from components.pipeline import Pipeline, Selection, run_key
 from components.publishing.bundle import BundleError
 from components.publishing.registry import ChampionChanged
+from components.serving.waiting import DeploymentFailed
 from components.stage import InputChanged, Stage, TooManyRowsLost
 from components.storage import Location
 from components.target.vllm_versions import warn_if_untested
@@ -146,7 +147,15 @@ def guarded(main: Callable[[], None]) -> None:
         main()
     except ConfigError as error:
         _fail(f"error: {error}", 2)
-    except (LeaseHeld, LeaseLost, TooManyRowsLost, InputChanged, ChampionChanged, BundleError) as error:
+    except (
+        LeaseHeld,
+        LeaseLost,
+        TooManyRowsLost,
+        InputChanged,
+        ChampionChanged,
+        BundleError,
+        DeploymentFailed,
+    ) as error:
         _fail(f"error: {error}", 1)
 
 

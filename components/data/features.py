@@ -12,12 +12,9 @@ from components.data.parts import PartAccount, conclude, part_name, part_names, 
 from components.pipeline import check_disk
 from components.stage import Outcome
 from components.storage import Location
-from components.target.layers import default_aux_layers, validate_aux_layers
+from components.target.aux_layers import bytes_per_token, choose_aux_layers
 
 log = logging.getLogger("aerie")
-
-BF16_BYTES = 2
-ID_AND_MASK_BYTES = 5
 
 
 def record_features(
@@ -44,7 +41,7 @@ def record_features(
         ConfigError: aux layers that the target does not have, or a disk that is too small.
         TooManyRowsLost: more turns were lost than `data.max_dropped_fraction` allows.
     """
-    aux_layers = choose_aux_layers(settings, target["num_layers"])
+    aux_layers = choose_aux_layers(settings.draft.aux_layers, target["num_layers"])
     token_bytes = bytes_per_token(len(aux_layers), target["hidden_size"])
     log.info(
         "features: layers %s, %d bytes a token, %d tokens, %.1f MB",
@@ -67,22 +64,6 @@ def record_features(
         "bytes_per_token": token_bytes,
     }
     return Outcome({**outcome.facts, **shape}, outcome.rows)
-
-
-def choose_aux_layers(settings: Settings, num_layers: int) -> list[int]:
-    """The layers of `draft.aux_layers`, or the usual three.
-
-    Raises:
-        ConfigError: layers that a target of `num_layers` does not have.
-    """
-    if settings.draft.aux_layers is None:
-        return default_aux_layers(num_layers)
-    return validate_aux_layers(settings.draft.aux_layers, num_layers)
-
-
-def bytes_per_token(num_aux_layers: int, hidden_size: int) -> int:
-    """(A + 1) * H bf16 values, and the id with its mask."""
-    return (num_aux_layers + 1) * hidden_size * BF16_BYTES + ID_AND_MASK_BYTES
 
 
 def _job(

@@ -1,4 +1,7 @@
-"""The data stages: prompts, the target's answers, their features, and the draft vocabulary."""
+"""The data stages: prompts, the target's answers, their features, and the draft vocabulary.
+
+What only a running stage needs (Ray Data, vLLM, transformers: seconds to import) is imported when it runs.
+"""
 
 import hashlib
 import logging
@@ -9,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from components.config import Settings
-from components.data.features import bytes_per_token, choose_aux_layers, record_features
 from components.data.formats import data_files
 from components.data.parts import write_quarantine
 from components.data.prompt_list import PROMPTS, write_prompts
 from components.data.prompts import BUILTIN, BUILTIN_FOLDER, BadRow, Prompt, read_prompts, split_prompts
-from components.data.responses import answer_prompts, check_length
 from components.data.template import renderable
-from components.data.vocabulary import build_vocabulary
 from components.stage import Artifact, Outcome, Output, RowAccount, Stage, check_rows
-from components.target.chat import load_tokenizer
+from components.target.aux_layers import bytes_per_token, choose_aux_layers
 from components.target.stages import target_path
 
 log = logging.getLogger("aerie")
@@ -29,6 +29,8 @@ def prompts_stage(settings: Settings) -> Stage:
     data = settings.data
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        from components.target.chat import load_tokenizer
+
         prompts, bad = read_prompts(data.prompts, data.max_prompts, data.seed)
         prompts, unshown = renderable(prompts, load_tokenizer(target_path(inputs["target"])))
         splits = split_prompts(prompts, data.held_out_families, data.validation_fraction)
@@ -60,6 +62,8 @@ def responses_stage(settings: Settings) -> Stage:
     data = settings.data
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        from components.data.responses import answer_prompts, check_length
+
         target, prompts = inputs["target"], inputs["prompts"]
         check_length(settings, target.facts["max_position_embeddings"])
         outcome = answer_prompts(
@@ -88,6 +92,8 @@ def features_stage(settings: Settings) -> Stage:
     """Records the hidden states of every answer, through transformers under Ray Data."""
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        from components.data.features import record_features
+
         target, responses = inputs["target"], inputs["responses"]
         outcome = record_features(
             settings,
@@ -113,6 +119,8 @@ def vocabulary_stage(settings: Settings) -> Stage:
     """Chooses the tokens that the head may draft."""
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        from components.data.vocabulary import build_vocabulary
+
         target = inputs["target"].facts
         return build_vocabulary(
             inputs["responses"].location,
@@ -176,7 +184,9 @@ def _plan_features(settings: Settings, artifacts: Mapping[str, Artifact]) -> str
     if "target" not in artifacts:
         return "hidden states of every answer"
     target = artifacts["target"].facts
-    token_bytes = bytes_per_token(len(choose_aux_layers(settings, target["num_layers"])), target["hidden_size"])
+    token_bytes = bytes_per_token(
+        len(choose_aux_layers(settings.draft.aux_layers, target["num_layers"])), target["hidden_size"]
+    )
     if "responses" not in artifacts:
         return f"{token_bytes} bytes a token"
     tokens = artifacts["responses"].facts["document_tokens"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from components.draft.batch import PackedBatch
 from components.draft.chains import ChainRows
 from components.draft.head import DraftHead, rotate
-from kernels.chain_attention import chain_attention, document_attention
+from kernels.chain_attention import RowLayout, chain_attention, document_attention
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,10 @@ def chain_pass(
     """
     num_rows = len(rows.anchor_R)
     cos, sin = head.rope(batch.position_N[rows.anchor_R] + rows.depth_R)
-    doc_start_R = batch.doc_start_N[rows.anchor_R]
     max_chain = int(rows.depth_R.max()) if num_rows else 1
+    layout = RowLayout.of_chains(
+        rows.anchor_R, rows.first_R, batch.doc_start_N[rows.anchor_R], max_chain, len(batch.position_N)
+    )
     dtype = prefix.keys[0].dtype
     q, k, v, residual = (tensor.expand(num_rows, *tensor.shape[1:]) for tensor in prefix.mask_row.tensors())
     for index, layer in enumerate(head.layers):
@@ -100,8 +102,7 @@ def chain_pass(
             q, k, v = layer.self_attn.project(layer.input_layernorm(residual))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         attended = chain_attention(
-            q.to(dtype), prefix.keys[index], prefix.values[index], k.to(dtype), v.to(dtype),
-            rows.anchor_R, rows.first_R, doc_start_R, max_chain,
+            q.to(dtype), prefix.keys[index], prefix.values[index], k.to(dtype), v.to(dtype), layout,
             prefix_grads=None if prefix_grads is None else prefix_grads[index],
         )  # fmt: skip
         residual = layer.finish(attended, residual)

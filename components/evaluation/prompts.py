@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 
 from components.storage import Location
 
+PREFLIGHT_PROMPTS = 8
+PREFLIGHT_TOKENS = 32
 COLUMNS = ["prompt_key", "family", "split", "turn", "prompt_ids"]
 
 

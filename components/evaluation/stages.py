@@ -1,32 +1,25 @@
 """The `preflight` and `evaluation` stages: vLLM drafts what we draft, then every arm on the held-out prompts."""
 
+from __future__ import annotations
+
 import json
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from components.config import ConfigError, Settings
 from components.evaluation.arms import baseline_arms, head_arm
-from components.evaluation.preflight import Mismatch, PreflightReport, check_report
+from components.evaluation.prompts import PREFLIGHT_PROMPTS, PREFLIGHT_TOKENS
 from components.evaluation.results import load_result
 from components.evaluation.summary import CANDIDATE, CHAMPION, HeadIdentity, needed_arms, summarise, write_summary
-from components.evaluation.tasks import (
-    PREFLIGHT,
-    PREFLIGHT_PROMPTS,
-    PREFLIGHT_TOKENS,
-    RECORDED,
-    WALKED,
-    Job,
-    compare_task,
-    measure_task,
-    record_task,
-    run_task,
-    walk_task,
-)
 from components.publishing.bundle import head_digest
 from components.stage import Artifact, Outcome, Output, Stage, installed_versions
 from components.target.engine import has_gpu
 from components.target.stages import target_path
+
+if TYPE_CHECKING:  # vLLM and transformers take seconds to import: only a stage that runs loads them
+    from components.evaluation.preflight import PreflightReport
+    from components.evaluation.tasks import Job
 
 log = logging.getLogger("aerie")
 
@@ -39,6 +32,9 @@ def preflight_stage(settings: Settings) -> Stage:
     k = settings.evaluate.num_speculative_tokens
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        from components.evaluation.preflight import check_report
+        from components.evaluation.tasks import PREFLIGHT, RECORDED, compare_task, record_task, run_task
+
         job = _job(settings, inputs, output)
         head = str(inputs["head"].join(HEAD_FOLDER).path)
         if not output.join(RECORDED).exists():
@@ -67,6 +63,8 @@ def evaluation_stage(settings: Settings) -> Stage:
         )
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        from components.evaluation.tasks import WALKED, measure_task, run_task, walk_task
+
         job = _job(settings, inputs, output)
         candidate, champion = _candidate(settings, inputs), _champion(inputs["incumbent"])
         arms = needed_arms(baseline_arms(settings.evaluate.baselines), candidate, champion)
@@ -94,6 +92,8 @@ def evaluation_stage(settings: Settings) -> Stage:
 
 
 def _job(settings: Settings, inputs: Mapping[str, Artifact], output: Output) -> Job:
+    from components.evaluation.tasks import Job
+
     target = inputs["target"]
     return Job(
         settings=settings,
@@ -128,6 +128,8 @@ def _platform(settings: Settings) -> dict[str, Any]:
 
 
 def _report(facts: Mapping[str, Any]) -> PreflightReport:
+    from components.evaluation.preflight import Mismatch, PreflightReport
+
     first = facts["first_mismatch"]
     return PreflightReport(**{**facts, "first_mismatch": Mismatch(**first) if first else None})
 

@@ -18,12 +18,13 @@ from components.evaluation.statistics import (
     compare_acceptance_by_family,
     compare_speed,
 )
-from components.evaluation.walked import AGREEMENT, relative_difference
 from components.stage import Artifact
 from components.storage import Location
 
 NONE, CANDIDATE, CHAMPION = "none", "candidate", "champion"
 SUMMARY = "evaluation.json"
+AGREEMENT = 0.03
+"""Largest relative difference between our walked AL and vLLM's AL within the answers. More is a head that the server reads otherwise than we do."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _against_champion(
 def _agreement(walked_al: float | None, candidate: ArmResult) -> dict[str, Any]:
     """Our walk beside vLLM's figures for the same head, prompts and K; compared without what vLLM accepted past the answers' ends."""
     within = candidate.acceptance_length_within
-    difference = relative_difference(walked_al, within)
+    difference = _relative_difference(walked_al, within)
     return {
         "al": walked_al,
         "vllm_al": total(candidate.records).acceptance_length,
@@ -174,3 +175,8 @@ def needed_arms(
 
 def _head_arm(name: str, head: HeadIdentity, k: int) -> Arm:
     return Arm(name, "p_eagle", k, head=str(head.folder))
+
+
+def _relative_difference(walked: float | None, measured: float | None) -> float | None:
+    """(walked - measured) / measured; None when either is undefined."""
+    return None if walked is None or measured is None else walked / measured - 1

@@ -19,7 +19,7 @@ from components.draft.checkpoint import load_head
 from components.evaluation.arms import Arm
 from components.evaluation.measure import MeasureOptions, measure_arm
 from components.evaluation.preflight import RecordedText, compare_drafts, record_texts
-from components.evaluation.prompts import read_responses, select_prompts
+from components.evaluation.prompts import PREFLIGHT_PROMPTS, PREFLIGHT_TOKENS, read_responses, select_prompts
 from components.evaluation.recorder import RecordedDraft
 from components.evaluation.results import as_json, load_result, save_result
 from components.evaluation.walked import RecordedAnswer, walk_bigram, walk_head
@@ -30,8 +30,6 @@ from components.target.layers import load_target
 log = logging.getLogger("aerie")
 
 POLL_S = 10.0
-PREFLIGHT_PROMPTS = 8
-PREFLIGHT_TOKENS = 32
 DRAFT_ROOM = 32
 """Tokens kept free behind an answer: closer to the engine's limit than K, vLLM drafts zeros and counts them as refused."""
 RECORDED = "_recorded.json"

@@ -11,9 +11,6 @@ from components.draft.head import DraftHead
 from components.evaluation.bigram import bigram_drafts, bigram_table
 from components.evaluation.preflight import capture_document
 
-AGREEMENT = 0.03
-"""Largest relative difference between our walked AL and vLLM's AL within the answers. More is a head that the server reads otherwise than we do."""
-
 
 @dataclass(frozen=True)
 class RecordedAnswer:
@@ -60,8 +57,3 @@ def walk_bigram(
         input_ids = torch.tensor(answer.token_ids)
         walk.add(walked_acceptance(bigram_drafts(table, input_ids, num_drafts), input_ids, [answer.span]))
     return walk
-
-
-def relative_difference(walked: float | None, measured: float | None) -> float | None:
-    """(walked - measured) / measured; None when either is undefined."""
-    return None if walked is None or measured is None else walked / measured - 1

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from components.config import ConfigError
 
-NUM_AUX_LAYERS = 3
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -35,39 +34,6 @@ class Captured(NamedTuple):
     """[n, A*H], in the order of the aux layers."""
     last_hidden: Tensor
     """[n, H], before the final norm."""
-
-
-def default_aux_layers(num_layers: int) -> list[int]:
-    """`[2, L//2, L-3]`; in a shallow target what falls away or coincides is made up from the deepest layers.
-
-    Source: vLLM, `get_eagle3_default_aux_hidden_state_layers` of its models.
-    """
-    chosen = {i for i in (2, num_layers // 2, num_layers - 3) if 0 < i < num_layers}
-    for layer in reversed(range(num_layers)):
-        if len(chosen) >= NUM_AUX_LAYERS:
-            break
-        chosen.add(layer)
-    return sorted(chosen)
-
-
-def validate_aux_layers(aux_layers: Sequence[int], num_layers: int) -> list[int]:
-    """The layers as a list when they are usable.
-
-    vLLM concatenates aux states in the order of the layers, whatever the order of the list: so it must ascend.
-
-    Raises:
-        ConfigError: at `draft.aux_layers`: empty, out of range, repeated or not ascending.
-    """
-    layers = list(aux_layers)
-    fix = f"give ascending layers from 0 to {num_layers - 1}, such as {default_aux_layers(num_layers)}"
-    if not layers:
-        raise ConfigError("draft.aux_layers", "no layer is named", fix)
-    outside = [i for i in layers if not 0 <= i < num_layers]
-    if outside:
-        raise ConfigError("draft.aux_layers", f"{outside} are not layers of a target with {num_layers}", fix)
-    if layers != sorted(set(layers)):
-        raise ConfigError("draft.aux_layers", f"{layers} repeats a layer or does not ascend", fix)
-    return layers
 
 
 def load_target(path: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> PreTrainedModel:

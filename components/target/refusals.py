@@ -1,11 +1,13 @@
 """Which targets cannot be given a head, and why: found out from config.json, before anything is downloaded or started."""
 
-from typing import Any
+from __future__ import annotations
 
-from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from typing import TYPE_CHECKING, Any
 
 from components.target.vllm_versions import TESTED_VLLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Text models of vLLM 0.32.0 whose class implements SupportsEagle3 (vllm/model_executor/models/interfaces.py):
 # only these hand their hidden states to a draft head.
@@ -48,6 +50,8 @@ def refusal_reason(config: PreTrainedConfig) -> str | None:
     Args:
         config: The target's configuration as transformers read it.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     fields = config.to_dict()
     architecture = (config.architectures or ["no architecture"])[0]
     if config.is_encoder_decoder:

@@ -1,12 +1,14 @@
 """From the name of a target to a folder with its weights and the facts about it that a head depends on."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -17,11 +19,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from components.config import ConfigError
 from components.target.bundled import get_bundle, materialize_bundled
 from components.target.refusals import refusal_reason
+
+if TYPE_CHECKING:  # seconds to import, and a run that finds its target described never needs it
+    from transformers import PreTrainedConfig
 
 BUNDLED_PREFIX = "bundled:"
 DOWNLOADED = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
@@ -181,6 +185,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _read_config(model: str, folder: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -220,6 +226,8 @@ def _describe(model: str, path: Path, digest: str, commit: str | None) -> Resolv
 
 def _eos_token_ids(config: PreTrainedConfig, folder: Path) -> list[int]:
     """Ids from both files, each of which may hold one id, a list or none; in order, without repeats."""
+    from transformers import GenerationConfig
+
     sources: list[Any] = [config.eos_token_id]
     if (folder / "generation_config.json").is_file():
         sources.append(GenerationConfig.from_pretrained(folder).eos_token_id)

@@ -93,6 +93,7 @@ def run_training(
 
 def train_worker(job: dict[str, Any]) -> None:
     """One worker: from the last checkpoint, or from the target's weights, to the last step."""
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it says every report, which the controller says better
     context = ray.train.get_context()
     device = ray.train.torch.get_device()
     torch.manual_seed(job["config"].seed)

@@ -3,10 +3,105 @@
 Legend: R chain rows, N prefix rows, H query heads, G key heads, D head dimension.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.chain_attention.dense import Block, causal_blocks, cut_blocks
+
+
+class Edge(NamedTuple):
+    """What each row sees, as a kernel reads it: int32, on the device."""
+
+    anchor_R: Tensor
+    start_R: Tensor
+    """First prefix row of the kernel's share, after the anchor where it has none; ascending."""
+    first_R: Tensor | None
+    max_chain: int
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """What each row sees: prefix rows doc_start[r]..anchor[r] and, where there are chains, chain rows first[r]..r.
+
+    Made once for the rows of a part and used by every layer: checking and cutting wait for the device.
+    """
+
+    anchor_R: Tensor
+    """[R] prefix row that each chain starts from, ascending."""
+
+    first_R: Tensor | None
+    """[R] index of the first row of each row's chain; None when rows see the prefix alone."""
+
+    doc_start_R: Tensor
+    """[R] first prefix row of each row's document, ascending."""
+
+    max_chain: int
+    """Most rows that one chain has (K - 1)."""
+
+    num_prefix: int
+    """N."""
+
+    doc_rows: tuple[int, ...] = ()
+    """Rows of each document, where the rows are the prefix rows themselves."""
+
+    @classmethod
+    def of_chains(
+        cls, anchor_R: Tensor, first_R: Tensor, doc_start_R: Tensor, max_chain: int, num_prefix: int
+    ) -> "RowLayout":
+        """Chain rows, sorted by (anchor, depth), a chain's rows contiguous.
+
+        Raises:
+            ValueError: names the argument that breaks the order or points outside.
+        """
+        check_rows(anchor_R, first_R, doc_start_R, max_chain, num_prefix)
+        return cls(anchor_R, first_R, doc_start_R, max_chain, num_prefix)
+
+    @classmethod
+    def of_documents(cls, doc_rows: Sequence[int], device: torch.device | str = "cpu") -> "RowLayout":
+        """The prefix rows themselves: causal attention inside each of several packed documents.
+
+        Args:
+            doc_rows: number of rows of each document, in order.
+            device: where the tensors go.
+        """
+        rows = torch.tensor(list(doc_rows), device=device)
+        num_rows = sum(doc_rows)
+        start_R = torch.repeat_interleave(rows.cumsum(0) - rows, rows, output_size=num_rows)
+        return cls(torch.arange(num_rows, device=device), None, start_R, 1, num_rows, tuple(doc_rows))
+
+    @property
+    def num_rows(self) -> int:
+        return self.anchor_R.shape[0]
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """Blocks of rows over keys that all of them see."""
+        if self.first_R is None:
+            return causal_blocks(self.doc_rows)
+        return cut_blocks(self.anchor_R.cpu().numpy(), self.doc_start_R.cpu().numpy())
+
+    @cached_property
+    def whole_edge(self) -> Edge:
+        """Every key."""
+        return self._edge([])
+
+    @cached_property
+    def edge(self) -> Edge | None:
+        """What `blocks` leave: of a block's rows, the keys after the block's. None when nothing is left."""
+        covered = sum(block.rows.stop - block.rows.start for block in self.blocks if block.causal)
+        return None if self.num_rows and covered == self.num_rows else self._edge(self.blocks)
+
+    def _edge(self, blocks: Sequence[Block]) -> Edge:
+        start_R = self.doc_start_R.to(torch.int32, copy=True)
+        for block in blocks:
+            start_R[block.rows] = self.anchor_R[block.rows] + 1 if block.causal else block.keys.stop
+        first_R = None if self.first_R is None else self.first_R.to(torch.int32)
+        return Edge(self.anchor_R.to(torch.int32), start_R, first_R, self.max_chain)
 
 
 @dataclass(frozen=True)
@@ -25,7 +120,7 @@ def cut_chunks(anchor_R: Tensor, first_R: Tensor, doc_start_R: Tensor, chunk_row
 
     A chunk stays inside a document so that its window holds no row that none of its queries sees.
     """
-    num_rows = anchor_R.shape[0]
+    num_rows = first_R.shape[0]
     doc_ends = torch.searchsorted(doc_start_R, doc_start_R, right=True).tolist()
     anchors, firsts, starts = anchor_R.tolist(), first_R.tolist(), doc_start_R.tolist()
     chunks = []
@@ -40,7 +135,13 @@ def cut_chunks(anchor_R: Tensor, first_R: Tensor, doc_start_R: Tensor, chunk_row
 
 
 def check_tensors(
-    q_RHD: Tensor, k_prefix_NGD: Tensor, v_prefix_NGD: Tensor, k_chain_RGD: Tensor, v_chain_RGD: Tensor
+    q_RHD: Tensor,
+    k_prefix_NGD: Tensor,
+    v_prefix_NGD: Tensor,
+    k_chain_RGD: Tensor,
+    v_chain_RGD: Tensor,
+    prefix_grads: tuple[Tensor, Tensor] | None,
+    layout: RowLayout,
 ) -> None:
     """Raises ValueError that names the first argument whose shape or dtype does not fit the others."""
     if q_RHD.dim() != 3:
@@ -61,12 +162,16 @@ def check_tensors(
     for name, tensor in (("k_prefix_NHD", k_prefix_NGD), *((n, t) for n, t, _ in expected)):
         if tensor.dtype != q_RHD.dtype:
             raise ValueError(f"{name}: dtype {tensor.dtype} differs from q_RHD's {q_RHD.dtype}")
+    if (layout.num_rows, layout.num_prefix) != (q_RHD.shape[0], k_prefix_NGD.shape[0]):
+        made_for = f"{layout.num_rows} rows over {layout.num_prefix} prefix rows"
+        raise ValueError(f"layout: it is of {made_for}, the tensors have {q_RHD.shape[0]} and {k_prefix_NGD.shape[0]}")
+    if prefix_grads is not None and any(grad.shape != k_prefix_NGD.shape for grad in prefix_grads):
+        raise ValueError(f"prefix_grads: both buffers must have the shape {tuple(k_prefix_NGD.shape)}")
 
 
-def check_rows(
-    anchor_R: Tensor, first_R: Tensor, doc_start_R: Tensor, max_chain: int, num_rows: int, num_prefix: int
-) -> None:
+def check_rows(anchor_R: Tensor, first_R: Tensor, doc_start_R: Tensor, max_chain: int, num_prefix: int) -> None:
     """Raises ValueError that names the argument which breaks the order (anchor, depth) or points outside."""
+    num_rows = first_R.shape[0]
     if max_chain < 1:
         raise ValueError(f"max_chain: must be at least 1, got {max_chain}")
     for name, tensor in (("anchor_R", anchor_R), ("first_R", first_R), ("doc_start_R", doc_start_R)):

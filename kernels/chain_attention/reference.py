@@ -11,85 +11,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.chain_attention.layout import Chunk, check_rows, check_tensors, cut_chunks
+from kernels.chain_attention.layout import Chunk, RowLayout, cut_chunks
 
 # A chunk's chain rows are all scored against each other, so its size bounds that waste as well as the memory.
 CHUNK_ROWS = 128
 
 
-def chain_attention(
+def reference_attention(
     q_RHD: Tensor,
     k_prefix_NHD: Tensor,
     v_prefix_NHD: Tensor,
     k_chain_RHD: Tensor,
     v_chain_RHD: Tensor,
-    anchor_R: Tensor,
-    first_R: Tensor,
-    doc_start_R: Tensor,
-    max_chain: int,
-    *,
-    scale: float | None = None,
+    layout: RowLayout,
+    scale: float,
     prefix_grads: tuple[Tensor, Tensor] | None = None,
     chunk_rows: int = CHUNK_ROWS,
 ) -> Tensor:
-    """Attention of chain rows over their document's prefix up to the anchor and over their own chain.
+    """`chain_attention` in plain PyTorch, on any device.
 
-    Row r sees prefix rows doc_start[r]..anchor[r] and chain rows first[r]..r (design.md, section 6; the
-    predicate is P-EAGLE's, arXiv 2602.01469, restricted to depths of at least 1). Scores, softmax and
-    all sums are fp32 (fp64 for fp64 inputs). No [R, N] array exists: forward and backward go through
-    chunks of rows, and the backward recomputes a chunk's probabilities from the saved log-sum-exp.
-
-    Args:
-        q_RHD: [R, H, D] queries, rows sorted by (anchor, depth), a chain's rows contiguous.
-        k_prefix_NHD: [N, G, D] keys of the depth-0 rows; H is a multiple of G (grouped queries).
-        v_prefix_NHD: [N, G, D] values of the depth-0 rows.
-        k_chain_RHD: [R, G, D] keys of the chain rows.
-        v_chain_RHD: [R, G, D] values of the chain rows.
-        anchor_R: [R] prefix row that each chain starts from.
-        first_R: [R] index of the first row of each row's chain.
-        doc_start_R: [R] first prefix row of each row's document.
-        max_chain: most rows that one chain has (K - 1).
-        scale: factor on the scores, D ** -0.5 by default.
-        prefix_grads: two [N, G, D] buffers in fp32 (or fp64). With them the backward adds the gradients of
-            k_prefix and v_prefix there and returns none for the two arguments, so that several calls
-            accumulate without rounding to the inputs' dtype.
-        chunk_rows: rows computed at once; bounds the memory, does not change the result.
-
-    Returns:
-        [R, H, D] in the queries' dtype.
-
-    Raises:
-        ValueError: names the argument whose shape, dtype, order or range is wrong.
+    Scores, softmax and all sums are fp32 (fp64 for fp64 inputs). No [R, N] array exists: forward and backward go
+    through chunks of `chunk_rows` rows, and the backward recomputes a chunk's probabilities from the saved log-sum-exp.
     """
-    check_tensors(q_RHD, k_prefix_NHD, v_prefix_NHD, k_chain_RHD, v_chain_RHD)
-    check_rows(anchor_R, first_R, doc_start_R, max_chain, q_RHD.shape[0], k_prefix_NHD.shape[0])
-    if prefix_grads is not None and any(grad.shape != k_prefix_NHD.shape for grad in prefix_grads):
-        raise ValueError(f"prefix_grads: both buffers must have the shape {tuple(k_prefix_NHD.shape)}")
-    chunks = cut_chunks(anchor_R, first_R, doc_start_R, max(chunk_rows, max_chain))
-    scale = q_RHD.shape[-1] ** -0.5 if scale is None else scale
+    assert layout.first_R is not None
+    chunks = cut_chunks(layout.anchor_R, layout.first_R, layout.doc_start_R, max(chunk_rows, layout.max_chain))
     return _ChainAttention.apply(
         q_RHD, k_prefix_NHD, v_prefix_NHD, k_chain_RHD, v_chain_RHD,
-        anchor_R, first_R, scale, chunks, prefix_grads,
+        layout.anchor_R, layout.first_R, scale, chunks, prefix_grads,
     )  # fmt: skip
 
 
-def document_attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, doc_rows: Sequence[int]) -> Tensor:
-    """Causal attention inside each of several packed documents (the prefix pass).
-
-    Args:
-        q_NHD: [N, H, D] queries.
-        k_NHD: [N, G, D] keys; H is a multiple of G.
-        v_NHD: [N, G, D] values.
-        doc_rows: number of rows of each document, in order; sums to N.
-
-    Returns:
-        [N, H, D].
-
-    Raises:
-        ValueError: `doc_rows` does not sum to the number of rows.
-    """
-    if sum(doc_rows) != q_NHD.shape[0]:
-        raise ValueError(f"doc_rows: {sum(doc_rows)} rows in all, but q_NHD has {q_NHD.shape[0]}")
+def reference_document_attention(q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, doc_rows: Sequence[int]) -> Tensor:
+    """`document_attention` by PyTorch's own attention, a document at a time."""
     # PyTorch's CPU kernel is slower, and less exact, in bf16 than in fp32.
     dtype = q_NHD.dtype
     if q_NHD.device.type == "cpu":

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.chain_attention import chain_attention, document_attention
+from kernels.chain_attention import RowLayout, chain_attention, document_attention
+from kernels.chain_attention.reference import reference_attention
 
 FP64_TOLERANCE = 1e-12
 # Inputs are rounded to bf16 before both computations; what is left is the rounding of outputs and gradients.
@@ -25,6 +26,9 @@ class Rows(NamedTuple):
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         anchor, first, doc_start = (torch.tensor(x, dtype=torch.int64) for x in self[:3])
         return anchor, first, doc_start
+
+    def layout(self) -> RowLayout:
+        return RowLayout.of_chains(*self.tensors(), self.max_chain, self.num_prefix)
 
 
 def rows_of(chains: list[list[int]], max_chain: int) -> Rows:
@@ -88,8 +92,7 @@ def test_output_and_gradients_equal_dense_softmax(
     rows: Rows, heads: tuple[int, int], dim: int, chunk_rows: int
 ) -> None:
     tensors = inputs(rows, *heads, dim)
-    arguments = (*rows.tensors(), rows.max_chain)
-    out, grads = run(chain_attention, tensors, *arguments, chunk_rows=chunk_rows)
+    out, grads = run(reference_attention, tensors, rows.layout(), dim**-0.5, chunk_rows=chunk_rows)
     exact, exact_grads = run(dense, tensors, rows)
     assert error(out, exact) < FP64_TOLERANCE
     for ours, theirs in zip(grads, exact_grads, strict=True):
@@ -100,7 +103,7 @@ def test_output_and_gradients_equal_dense_softmax(
 def test_bf16_at_the_head_sizes_of_real_models(dim: int) -> None:
     rows = rows_of([[3, 0, 7, 1] * 9, [7] * 23], 7)
     tensors = inputs(rows, 6, 2, dim, torch.bfloat16)
-    out, grads = run(chain_attention, tensors, *rows.tensors(), rows.max_chain, chunk_rows=37)
+    out, grads = run(reference_attention, tensors, rows.layout(), dim**-0.5, chunk_rows=37)
     exact, exact_grads = run(dense, [tensor.double() for tensor in tensors], rows)
     for ours, theirs in zip([out, *grads], [exact, *exact_grads], strict=True):
         assert ours.dtype == torch.bfloat16
@@ -110,11 +113,10 @@ def test_bf16_at_the_head_sizes_of_real_models(dim: int) -> None:
 def test_prefix_gradients_of_several_calls_gather_in_the_buffers() -> None:
     rows = rows_of([[2, 0, 3, 1], [0, 3, 2]], 3)
     tensors = inputs(rows, 4, 2, 8)
-    arguments = (*rows.tensors(), rows.max_chain)
-    _, exact = run(chain_attention, tensors, *arguments)
+    _, exact = run(chain_attention, tensors, rows.layout())
     buffers = (torch.zeros_like(tensors[1]), torch.zeros_like(tensors[1]))
     for _ in range(2):
-        _, grads = run(chain_attention, tensors, *arguments, prefix_grads=buffers)
+        _, grads = run(chain_attention, tensors, rows.layout(), prefix_grads=buffers)
         assert grads[1] is None
         assert grads[2] is None
         assert all(torch.equal(grads[i], exact[i]) for i in (0, 3, 4))
@@ -127,10 +129,10 @@ def test_rows_that_nobody_sees_may_hold_nan() -> None:
     rows = rows_of([[0, 2, 1, 0, 0], [0, 0], [1, 0]], 2)
     unseen = [3, 4, 5, 6, 8]
     tensors = inputs(rows, 2, 1, 8)
-    clean, clean_grads = run(chain_attention, tensors, *rows.tensors(), rows.max_chain)
+    clean, clean_grads = run(chain_attention, tensors, rows.layout())
     for tensor in tensors[1:3]:
         tensor[unseen] = float("nan")
-    out, grads = run(chain_attention, tensors, *rows.tensors(), rows.max_chain)
+    out, grads = run(chain_attention, tensors, rows.layout())
     assert torch.equal(out, clean)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(grads, clean_grads, strict=True))
     assert (grads[1][unseen] == 0).all()
@@ -138,7 +140,7 @@ def test_rows_that_nobody_sees_may_hold_nan() -> None:
 
 def test_no_rows() -> None:
     rows = rows_of([[0, 0, 0]], 1)
-    out, grads = run(chain_attention, inputs(rows, 2, 1, 4), *rows.tensors(), 1)
+    out, grads = run(chain_attention, inputs(rows, 2, 1, 4), rows.layout())
     assert out.shape == (0, 2, 4)
     assert (grads[1] == 0).all()
 
@@ -146,9 +148,9 @@ def test_no_rows() -> None:
 def test_autocast_does_not_reach_the_sums() -> None:
     rows = rows_of([[2, 1, 2, 0]], 2)
     tensors = inputs(rows, 2, 1, 16, torch.float32)
-    plain, _ = run(chain_attention, tensors, *rows.tensors(), 2)
+    plain, _ = run(chain_attention, tensors, rows.layout())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast, _ = run(chain_attention, tensors, *rows.tensors(), 2)
+        cast, _ = run(chain_attention, tensors, rows.layout())
     assert torch.equal(plain, cast)
 
 
@@ -166,7 +168,7 @@ def test_saved_memory_does_not_grow_with_rows_times_prefix() -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             leaves = [tensor.requires_grad_() for tensor in inputs(rows, 2, 1, 8)]
-            chain_attention(*leaves, *rows.tensors(), 3)
+            chain_attention(*leaves, rows.layout())
         saved[size] = total
     assert saved[80] == 2 * saved[40]
 
@@ -194,7 +196,7 @@ def test_rows_in_another_order_are_refused(name: str, changes: dict[str, object]
     tensors = inputs(VALID, 2, 1, 4)
     broken = VALID._replace(**changes)
     with pytest.raises(ValueError, match=rf"^{name}"):
-        chain_attention(*tensors, *broken.tensors(), broken.max_chain)
+        chain_attention(*tensors, broken.layout())
 
 
 @pytest.mark.parametrize(
@@ -212,14 +214,14 @@ def test_shapes_that_do_not_fit_are_refused(name: str, index: int, shape: tuple[
     tensors = inputs(VALID, 4, 2, 4)
     tensors[index] = torch.zeros(shape, dtype=torch.float64)
     with pytest.raises(ValueError, match=rf"^{name}"):
-        chain_attention(*tensors, *VALID.tensors(), VALID.max_chain)
+        chain_attention(*tensors, VALID.layout())
 
 
 def test_mixed_dtypes_are_refused() -> None:
     tensors = inputs(VALID, 4, 2, 4)
     tensors[3] = tensors[3].float()
     with pytest.raises(ValueError, match=r"^k_chain_RHD"):
-        chain_attention(*tensors, *VALID.tensors(), VALID.max_chain)
+        chain_attention(*tensors, VALID.layout())
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)])

@@ -12,10 +12,11 @@ from components.config import ConfigError, Settings
 from components.data.answering import SCHEMA
 from components.data.capturing import pack, stored_document
 from components.data.documents import Turns, merge_turns
-from components.data.features import bytes_per_token, record_features
+from components.data.features import record_features
 from components.data.parts import QUARANTINE, PartAccount, part_name, part_names, part_writer
 from components.data.shards import document_index, read_documents
 from components.storage import Location
+from components.target.aux_layers import bytes_per_token
 from components.target.layers import Captured, capture, load_target
 from tests.tiny import make_tiny_llama
 
