@@ -50,7 +50,7 @@ class DataConfig(Section):
     """Families never trained on; evaluation and A/B traffic come from them."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=0.4)] = 0.05
     """Share of the other prompts, by hash of their content, kept for the in-training metric."""
-    max_new_tokens: Count = 128
+    max_new_tokens: Count = 96
     """Longest answer, in tokens."""
     temperature: Annotated[float, Field(ge=0.0)] = 0.0
     """Sampling temperature of the answers: use the one that serving uses."""
@@ -78,7 +78,7 @@ class DraftConfig(Section):
 
 
 class TrainConfig(Section):
-    epochs: Count = 3
+    epochs: Count = 2
     """Passes over the training documents."""
     num_depths: Annotated[int, Field(ge=2)] = 4
     """K in training: a chain has depths 0..num_depths-1."""
@@ -134,13 +134,13 @@ class EvaluateConfig(Section):
     """K: draft tokens of a verification round."""
     num_prompts: Count = 32
     """Held-out prompts that every arm answers."""
-    max_new_tokens: Count = 128
+    max_new_tokens: Count = 96
     """Longest answer of the answers pass, in tokens."""
     concurrency: Count = 32
     """Requests at once in the answers pass."""
     speed_prompts: Annotated[int, Field(ge=5)] = 12
     """Prompts of the speed pass (one at a time, fixed length); fewer than 5 would give no interval."""
-    speed_tokens: Count = 40
+    speed_tokens: Count = 32
     """Tokens of each answer in the speed pass."""
     baselines: dict[str, ArmConfig] = {
         "none": ArmConfig(method="none"),
@@ -158,7 +158,7 @@ class EvaluateConfig(Section):
 
 
 class AbConfig(Section):
-    requests: Count = 24
+    requests: Count = 20
     """Replayed held-out requests."""
     concurrency: Count = 4
     """Sessions at once."""

@@ -19,6 +19,8 @@ LossKind = Literal["kl", "cross_entropy"]
 # for fresh pages at every allocation. Softmax works on blocks that fit a core's cache.
 CHUNK_ELEMENTS = 7 << 20
 BLOCK_ELEMENTS = 1 << 19
+# A GPU wants products of thousands of rows: 512 MiB of fp32 logits.
+GPU_CHUNK_ELEMENTS = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,13 @@ class _Distillation(torch.autograd.Function):
             for begin in range(0, len(hidden_RH), chunk_rows):
                 rows = slice(begin, begin + chunk_rows)
                 logits_CU = _logits(_factor(hidden_RH[rows], dtype), head_UH, dtype)
-                soft = None
+                taught = None
                 if kind == "kl":
                     positions, teacher_C = position_R[rows].unique_consecutive(return_inverse=True)
                     normed_PT = _factor(teacher.normed(last_hidden_PT[positions]), dtype)
-                    soft = _soft_targets(_logits(normed_PT, teacher_UT, dtype), teacher_C)
-                dlogits_CU = _rows_loss(logits_CU, target_R[rows], soft, loss_R[rows], hit_R[rows], dtype)
-                del logits_CU, soft
+                    taught = (_logits(normed_PT, teacher_UT, dtype), teacher_C)
+                dlogits_CU = _rows_loss(logits_CU, target_R[rows], taught, loss_R[rows], hit_R[rows], dtype)
+                del logits_CU, taught
                 if gradients is not None:
                     gradients.add(rows, dlogits_CU)
         ctx.gradients = gradients
@@ -158,6 +160,12 @@ class _Gradients:
 
     def add(self, rows: slice, dlogits_CU: Tensor) -> None:
         self.hidden_RH[rows] = dlogits_CU @ self.weights_UH
+        if self.lm_head_UH.is_cuda and dlogits_CU.dtype != self.lm_head_UH.dtype == torch.float32:
+            # summed into the buffer by the product itself, never rounded to bf16
+            torch.addmm(
+                self.lm_head_UH, dlogits_CU.T, self.inputs_RH[rows], out_dtype=torch.float32, out=self.lm_head_UH
+            )
+            return
         product_UH = dlogits_CU.T @ self.inputs_RH[rows]
         self.lm_head_UH = product_UH.to(self.lm_head_UH.dtype) if self.empty else self.lm_head_UH.add_(product_UH)
         self.empty = False
@@ -183,15 +191,35 @@ def _soft_targets(logits_PU: Tensor, teacher_C: Tensor) -> _SoftTargets:
 def _rows_loss(
     logits_CU: Tensor,
     target_C: Tensor,
-    soft: _SoftTargets | None,
+    taught: tuple[Tensor, Tensor] | None,
     loss_C: Tensor,
     hit_C: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Fills the rows' losses and hits, block by block, and returns the gradient of the logits [C, U].
+    """Fills the rows' losses and hits and returns the gradient of the logits [C, U].
+
+    `taught`: the teacher's logits [P, U], which may be overwritten, and which of them teaches each row.
+    """
+    if logits_CU.is_cuda and logits_CU.dtype == torch.float32:
+        from kernels.distillation.kernel import rows_loss  # Triton is only there where it is used
+
+        return rows_loss(logits_CU, target_C, taught, loss_C, hit_C, dtype)
+    return blockwise_rows_loss(logits_CU, target_C, taught, loss_C, hit_C, dtype)
+
+
+def blockwise_rows_loss(
+    logits_CU: Tensor,
+    target_C: Tensor,
+    taught: tuple[Tensor, Tensor] | None,
+    loss_C: Tensor,
+    hit_C: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`_rows_loss` in plain PyTorch, in blocks of rows that fit a core's cache.
 
     With q = softmax(logits): KL = sum p log p - sum p logits + logsumexp, its gradient is q - p.
     """
+    soft = None if taught is None else _soft_targets(*taught)
     dlogits_CU = torch.empty_like(logits_CU, dtype=dtype)
     for rows in _blocks(*logits_CU.shape):
         logits_BU, target_B1 = logits_CU[rows], target_C[rows, None]
@@ -218,7 +246,8 @@ def _blocks(num_rows: int, vocab: int) -> Iterator[slice]:
 
 
 def _rows_per_chunk(lm_head_UH: Tensor) -> int:
-    return max(1, CHUNK_ELEMENTS // lm_head_UH.shape[0])
+    elements = GPU_CHUNK_ELEMENTS if lm_head_UH.is_cuda else CHUNK_ELEMENTS
+    return max(1, elements // lm_head_UH.shape[0])
 
 
 def _factor(x: Tensor, dtype: torch.dtype) -> Tensor:
