@@ -14,6 +14,7 @@ from ray.train import (
     Checkpoint,
     CheckpointConfig,
     FailureConfig,
+    LoggingConfig,
     RunConfig,
     ScalingConfig,
     TrainingFailedError,
@@ -78,6 +79,7 @@ def run_training(
             storage_path=folder,
             checkpoint_config=CheckpointConfig(num_to_keep=2),
             failure_config=FailureConfig(max_failures=MAX_WORKER_FAILURES),
+            logging_config=LoggingConfig(log_level="WARNING"),  # Ray says every report too, at length
             callbacks=[ReportCallback(report)],
             worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": str(max(1, int(resources.num_cpus)))} | resources.env},
         ),
@@ -93,7 +95,6 @@ def run_training(
 
 def train_worker(job: dict[str, Any]) -> None:
     """One worker: from the last checkpoint, or from the target's weights, to the last step."""
-    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it says every report, which the controller says better
     context = ray.train.get_context()
     device = ray.train.torch.get_device()
     torch.manual_seed(job["config"].seed)

@@ -88,10 +88,8 @@ def build_trainer(spec: HeadSpec, config: TrainConfig, rank: int, world_size: in
         raise ValueError("features: no training document; lower data.validation_fraction or add prompts")
     reader = DocumentReader(location)
     head, teacher = build_head(spec, [reader(entry) for entry in entries[:DOCUMENTS_FOR_SCALE]], config.seed)
-    if config.train_embeddings:
-        head.embed_tokens.train_rows(torch.cat([read_input_ids(location), torch.tensor([spec.mask_token_id])]))
-    else:
-        head.embed_tokens.weight.requires_grad_(False)
+    mask_id = torch.tensor([spec.mask_token_id])  # always trained: no text uses it, so its row means nothing yet
+    head.embed_tokens.train_rows(torch.cat([read_input_ids(location), mask_id]) if config.train_embeddings else mask_id)
     return Trainer(head.to(device), _on_device(teacher, device), entries, reader, config, rank, world_size, device)
 
 

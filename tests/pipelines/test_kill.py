@@ -12,6 +12,8 @@ from tests.pipelines.runs import Project, make_project
 
 PART = "part-*.parquet"
 
+pytestmark = pytest.mark.timeout(1800)  # eight runs, each killed but the last
+
 
 @pytest.fixture(scope="module")
 def project(
@@ -67,9 +69,9 @@ def assert_untouched(project: Project, finished: dict[str, tuple[int, int]]) -> 
 def assert_rows_once(project: Project) -> None:
     prompts = project.output("prompts") / "prompts.jsonl"
     assert len(prompts.read_text().splitlines()) == 48
-    for stage, expected in (("responses", 54), ("features", 48)):
+    for stage in ("responses", "features"):  # this target's template does not let two turns merge into one document
         keys = [
             key for path in sorted(project.output(stage).glob(PART)) for key in pq.read_table(path)["key"].to_pylist()
         ]
-        assert len(keys) == expected
+        assert len(keys) == 54
         assert max(Counter(keys).values()) == 1
