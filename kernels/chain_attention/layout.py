@@ -195,6 +195,7 @@ def check_rows(anchor_R: Tensor, first_R: Tensor, doc_start_R: Tensor, max_chain
         ),
         ("max_chain", f"a chain is longer than {max_chain} rows", (index_R - first_R >= max_chain).any()),
     )
-    for name, problem, broken in problems:
+    found = torch.stack([broken for _, _, broken in problems]).tolist()  # one wait for the device, not one a check
+    for (name, problem, _), broken in zip(problems, found, strict=True):
         if broken:
             raise ValueError(f"{name}: {problem}")
