@@ -4,7 +4,7 @@ Legend: R rows with a loss, P teacher positions, H head width, T target width, U
 chunk, B rows of a block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -122,6 +122,7 @@ class _Distillation(torch.autograd.Function):
         with torch.autocast(hidden_RH.device.type, enabled=False):
             gradients = _Gradients(hidden_RH, lm_head_UH, dtype) if wants_grad else None
             head_UH, teacher_UT = _factor(lm_head_UH, dtype), _factor(teacher.lm_head_UT, dtype)
+            rows_loss = _rows_loss_for(hidden_RH, dtype)
             for begin in range(0, len(hidden_RH), chunk_rows):
                 rows = slice(begin, begin + chunk_rows)
                 logits_CU = _logits(_factor(hidden_RH[rows], dtype), head_UH, dtype)
@@ -130,7 +131,7 @@ class _Distillation(torch.autograd.Function):
                     positions, teacher_C = position_R[rows].unique_consecutive(return_inverse=True)
                     normed_PT = _factor(teacher.normed(last_hidden_PT[positions]), dtype)
                     taught = (_logits(normed_PT, teacher_UT, dtype), teacher_C)
-                dlogits_CU = _rows_loss(logits_CU, target_R[rows], taught, loss_R[rows], hit_R[rows], dtype)
+                dlogits_CU = rows_loss(logits_CU, target_R[rows], taught, loss_R[rows], hit_R[rows], dtype)
                 del logits_CU, taught
                 if gradients is not None:
                     gradients.add(rows, dlogits_CU)
@@ -160,13 +161,10 @@ class _Gradients:
 
     def add(self, rows: slice, dlogits_CU: Tensor) -> None:
         self.hidden_RH[rows] = dlogits_CU @ self.weights_UH
-        if self.lm_head_UH.is_cuda and dlogits_CU.dtype != self.lm_head_UH.dtype == torch.float32:
-            # summed into the buffer by the product itself, never rounded to bf16
-            torch.addmm(
-                self.lm_head_UH, dlogits_CU.T, self.inputs_RH[rows], out_dtype=torch.float32, out=self.lm_head_UH
-            )
-            return
-        product_UH = dlogits_CU.T @ self.inputs_RH[rows]
+        if dlogits_CU.is_cuda and dlogits_CU.element_size() == 2:  # the product's own sums, not rounded to bf16 again
+            product_UH = torch.mm(dlogits_CU.T, self.inputs_RH[rows], out_dtype=torch.float32)
+        else:
+            product_UH = dlogits_CU.T @ self.inputs_RH[rows]
         self.lm_head_UH = product_UH.to(self.lm_head_UH.dtype) if self.empty else self.lm_head_UH.add_(product_UH)
         self.empty = False
 
@@ -188,23 +186,13 @@ def _soft_targets(logits_PU: Tensor, teacher_C: Tensor) -> _SoftTargets:
     return _SoftTargets(logits_PU, negative_entropy_P, teacher_C)
 
 
-def _rows_loss(
-    logits_CU: Tensor,
-    target_C: Tensor,
-    taught: tuple[Tensor, Tensor] | None,
-    loss_C: Tensor,
-    hit_C: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Fills the rows' losses and hits and returns the gradient of the logits [C, U].
-
-    `taught`: the teacher's logits [P, U], which may be overwritten, and which of them teaches each row.
-    """
-    if logits_CU.is_cuda and logits_CU.dtype == torch.float32:
+def _rows_loss_for(hidden_RH: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """What computes rows of logits best where they are: Triton for fp32 sums on a GPU, else plain PyTorch."""
+    if hidden_RH.is_cuda and dtype != torch.float64:
         from kernels.distillation.kernel import rows_loss  # Triton is only there where it is used
 
-        return rows_loss(logits_CU, target_C, taught, loss_C, hit_C, dtype)
-    return blockwise_rows_loss(logits_CU, target_C, taught, loss_C, hit_C, dtype)
+        return rows_loss
+    return blockwise_rows_loss
 
 
 def blockwise_rows_loss(
@@ -215,9 +203,9 @@ def blockwise_rows_loss(
     hit_C: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`_rows_loss` in plain PyTorch, in blocks of rows that fit a core's cache.
+    """Fills the rows' losses and hits and returns the gradient of the logits [C, U], in blocks that fit a core's cache.
 
-    With q = softmax(logits): KL = sum p log p - sum p logits + logsumexp, its gradient is q - p.
+    `taught`: the teacher's logits [P, U], which are overwritten, and which of them teaches each row. With q = softmax(logits): KL = sum p log p - sum p logits + logsumexp, its gradient is q - p.
     """
     soft = None if taught is None else _soft_targets(*taught)
     dlogits_CU = torch.empty_like(logits_CU, dtype=dtype)
