@@ -88,8 +88,10 @@ class TrainConfig(Section):
     """r_min: smallest share of anchors at any depth."""
     documents_per_step: Count = 4
     """Global batch: documents of one optimiser step, over all workers."""
-    rows_per_part: Count = 4096
-    """Most chain rows computed at once: memory against speed, never the result."""
+    rows_per_part: Count | Literal["auto"] = "auto"
+    """Most elements computed at once: memory against speed, never the result. auto: as the GPU's free memory allows, 4096 on a CPU."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Compute each layer of the depth-0 rows again in the backward instead of keeping it. auto: where a GPU's memory asks for it."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 2e-3
     """Peak of the schedule (AdamW)."""
     lr_schedule: Literal["cosine", "linear"] = "cosine"
@@ -106,6 +108,8 @@ class TrainConfig(Section):
     """Autocast dtype over fp32 master weights."""
     train_embeddings: bool = True
     """Whether the embedding rows that the training texts use are trained."""
+    shard: bool = False
+    """Cut weights, gradients and optimiser state over the workers (FSDP2): for heads whose state fills a GPU."""
     checkpoint_every_steps: Count | None = None
     """Optimiser steps between checkpoints; null: at the end of every epoch."""
     seed: int = 0

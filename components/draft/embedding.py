@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class TrainedRowsEmbedding(nn.Embedding):
@@ -41,7 +42,10 @@ class TrainedRowsEmbedding(nn.Embedding):
         if self.rows is None:
             return weight_VH
         ids = (self.row_of_V >= 0).nonzero()[:, 0]
-        return weight_VH.index_copy(0, ids, self.rows.detach()[self.row_of_V[ids]])
+        rows = self.rows.detach()
+        if isinstance(rows, DTensor):  # every rank holds a share, and every rank asks
+            rows = rows.full_tensor()
+        return weight_VH.index_copy(0, ids, rows[self.row_of_V[ids]])
 
     def forward(self, input: Tensor) -> Tensor:
         if self.rows is None:

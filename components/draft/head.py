@@ -5,12 +5,15 @@ vocabulary, U draft vocabulary, Q query heads, G key heads, D head dimension.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from components.draft.batch import PackedBatch
+from components.draft.elementwise import Norm, gated_silu
 from components.draft.embedding import TrainedRowsEmbedding
 from components.draft.head_config import HeadConfig
+from components.draft.passes import Prefix, prefix_pass
+from components.draft.products import Projection
 
 
 class DraftAttention(nn.Module):
@@ -19,10 +22,10 @@ class DraftAttention(nn.Module):
     def __init__(self, config: HeadConfig, input_size: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(input_size, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, config.num_kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.q_proj = Projection(input_size, config.num_heads * config.head_dim)
+        self.k_proj = Projection(input_size, config.num_kv_heads * config.head_dim)
+        self.v_proj = Projection(input_size, config.num_kv_heads * config.head_dim)
+        self.o_proj = Projection(config.num_heads * config.head_dim, config.hidden_size)
 
     def project(self, x_RX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [R, Q, D], k [R, G, D] and v [R, G, D], not yet turned by the rotary embedding."""
@@ -35,12 +38,12 @@ class DraftMLP(nn.Module):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.up_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.down_proj = Projection(config.intermediate_size, config.hidden_size)
 
     def forward(self, x_RH: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_RH)) * self.up_proj(x_RH))
+        return self.down_proj(gated_silu(self.gate_proj(x_RH), self.up_proj(x_RH)))
 
 
 class DraftLayer(nn.Module):
@@ -49,17 +52,18 @@ class DraftLayer(nn.Module):
     def __init__(self, config: HeadConfig, index: int) -> None:
         super().__init__()
         width = config.hidden_size
-        self.input_layernorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.input_layernorm = Norm(width, config.rms_norm_eps)
         if index == 0:
-            self.hidden_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+            self.hidden_norm = Norm(width, config.rms_norm_eps)
         self.self_attn = DraftAttention(config, 2 * width if index == 0 else width)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(width, config.rms_norm_eps)
         self.mlp = DraftMLP(config)
 
     def finish(self, attended_RQD: Tensor, residual_RH: Tensor) -> Tensor:
         """Output projection and MLP, each added to the residual stream."""
-        residual_RH = residual_RH + self.self_attn.o_proj(attended_RQD.flatten(1))
-        return residual_RH + self.mlp(self.post_attention_layernorm(residual_RH))
+        update_RH = self.self_attn.o_proj(attended_RQD.flatten(1))
+        residual_RH, normed_RH = self.post_attention_layernorm.of_sum(residual_RH, update_RH)
+        return residual_RH + self.mlp(normed_RH)
 
 
 class DraftHead(nn.Module):
@@ -83,13 +87,17 @@ class DraftHead(nn.Module):
         self.config = config
         aux_size = config.num_aux_layers * config.target_hidden_size
         self.embed_tokens = TrainedRowsEmbedding(config.vocab_size, config.hidden_size)
-        self.fc = nn.Linear(aux_size, config.hidden_size, bias=False)
+        self.fc = Projection(aux_size, config.hidden_size)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, aux_size))
         self.layers = nn.ModuleList(DraftLayer(config, index) for index in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Projection(config.hidden_size, config.draft_vocab_size)
         self.rotary = LlamaRotaryEmbedding(config.to_llama())
         self._register_vocabulary(draft_vocab_U)
+
+    def forward(self, batch: PackedBatch, recompute: bool = False) -> Prefix:
+        """The prefix pass. What wraps a module's forward (FSDP) thereby sees each training step once."""
+        return prefix_pass(self, batch, recompute)
 
     @property
     def target_ids_U(self) -> Tensor:
@@ -171,11 +179,6 @@ class DraftHead(nn.Module):
         can_draft_V[draft_vocab_U.long()] = True
         self.register_buffer("d2t", draft_vocab_U.long() - torch.arange(size))
         self.register_buffer("t2d", can_draft_V)
-
-
-def rotate(x_RHD: Tensor, cos_R1D: Tensor, sin_R1D: Tensor) -> Tensor:
-    """Rotary embedding in the half-split layout (vLLM's `is_neox_style`), rounded once to the input's dtype."""
-    return (x_RHD * cos_R1D + rotate_half(x_RHD) * sin_R1D).to(x_RHD.dtype)
 
 
 def median_feature_rms(aux_NX: Tensor, num_aux_layers: int) -> Tensor:

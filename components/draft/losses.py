@@ -13,14 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from components.draft.products import add_product
+
 LossKind = Literal["kl", "cross_entropy"]
 
 # Logits exist for this many elements at once: 28 MiB in fp32, just below the size from which glibc asks the kernel
 # for fresh pages at every allocation. Softmax works on blocks that fit a core's cache.
 CHUNK_ELEMENTS = 7 << 20
 BLOCK_ELEMENTS = 1 << 19
-# A GPU wants products of thousands of rows: 512 MiB of fp32 logits.
-GPU_CHUNK_ELEMENTS = 128 << 20
+# A GPU wants products of thousands of rows, and every chunk reads and writes the gradient of lm_head: 1 GiB of fp32 logits.
+GPU_CHUNK_ELEMENTS = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -77,19 +79,16 @@ def distillation_loss(
         target_R: [R] draft id of the recorded token, -1 when it has none.
         kind: "kl" or "cross_entropy".
         product_dtype: dtype of the factors of matrix products (bf16); their sums are fp32. Default: as given.
-        chunk_rows: rows whose logits exist at once; by default as many as make 28 MiB.
+        chunk_rows: rows whose logits exist at once; by default as many as make 28 MiB (1 GiB on a GPU).
 
     Returns:
         The sum, whose gradients for `hidden_RH` and `lm_head_UH` are already formed, and per-row values.
     """
-    order_R = position_R.argsort(stable=True)
     wants_grad = torch.is_grad_enabled() and (hidden_RH.requires_grad or lm_head_UH.requires_grad)
-    loss_sum, loss_R, hit_R = _Distillation.apply(
-        hidden_RH[order_R], lm_head_UH, teacher, last_hidden_PT, position_R[order_R], target_R[order_R],
-        kind, product_dtype or hidden_RH.dtype, chunk_rows or _rows_per_chunk(lm_head_UH),
-        wants_grad,
-    )  # fmt: skip
-    return LossRows(loss_sum, torch.empty_like(loss_R).scatter_(0, order_R, loss_R), hit_R[order_R.argsort()])
+    return LossRows(*_Distillation.apply(
+        hidden_RH, lm_head_UH, teacher, last_hidden_PT, position_R, target_R,
+        kind, product_dtype or hidden_RH.dtype, chunk_rows or _rows_per_chunk(lm_head_UH), wants_grad,
+    ))  # fmt: skip
 
 
 def best_drafts(hidden_RH: Tensor, lm_head_UH: Tensor, product_dtype: torch.dtype | None = None) -> Tensor:
@@ -119,22 +118,24 @@ class _Distillation(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         loss_R = hidden_RH.new_empty(len(hidden_RH), dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
         hit_R = torch.empty_like(loss_R, dtype=torch.bool)
+        order_R = position_R.argsort(stable=True)  # rows that one position teaches stand together
         with torch.autocast(hidden_RH.device.type, enabled=False):
             gradients = _Gradients(hidden_RH, lm_head_UH, dtype) if wants_grad else None
-            head_UH, teacher_UT = _factor(lm_head_UH, dtype), _factor(teacher.lm_head_UT, dtype)
+            head_UH = _factor(lm_head_UH, dtype)
+            lessons = None
+            if kind == "kl":
+                lessons = _lessons(teacher, last_hidden_PT, position_R[order_R], chunk_rows, dtype)
             rows_loss = _rows_loss_for(hidden_RH, dtype)
-            for begin in range(0, len(hidden_RH), chunk_rows):
-                rows = slice(begin, begin + chunk_rows)
-                logits_CU = _logits(_factor(hidden_RH[rows], dtype), head_UH, dtype)
-                taught = None
-                if kind == "kl":
-                    positions, teacher_C = position_R[rows].unique_consecutive(return_inverse=True)
-                    normed_PT = _factor(teacher.normed(last_hidden_PT[positions]), dtype)
-                    taught = (_logits(normed_PT, teacher_UT, dtype), teacher_C)
-                dlogits_CU = rows_loss(logits_CU, target_R[rows], taught, loss_R[rows], hit_R[rows], dtype)
+            for rows_C in order_R.split(chunk_rows) if len(order_R) else ():
+                hidden_CH = _factor(hidden_RH[rows_C], dtype)
+                logits_CU = _logits(hidden_CH, head_UH, dtype)
+                taught = None if lessons is None else next(lessons)
+                loss_C, hit_C = loss_R.new_empty(len(rows_C)), hit_R.new_empty(len(rows_C))
+                dlogits_CU = rows_loss(logits_CU, target_R[rows_C], taught, loss_C, hit_C, dtype)
+                loss_R[rows_C], hit_R[rows_C] = loss_C, hit_C
                 del logits_CU, taught
                 if gradients is not None:
-                    gradients.add(rows, dlogits_CU)
+                    gradients.add(rows_C, hidden_CH.to(dtype), dlogits_CU)
         ctx.gradients = gradients
         ctx.mark_non_differentiable(loss_R, hit_R)
         return loss_R.sum(), loss_R, hit_R
@@ -149,24 +150,32 @@ class _Distillation(torch.autograd.Function):
         return *scaled, None, None, None, None, None, None, None, None
 
 
+def _lessons(
+    teacher: Teacher, last_hidden_PT: Tensor, position_R: Tensor, chunk_rows: int, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each chunk of rows, sorted by position: its positions' teacher logits, and which of them teaches each row."""
+    position_S, taught_by_R = position_R.unique_consecutive(return_inverse=True)
+    teacher_UT = _factor(teacher.lm_head_UT, dtype)
+    chunks = taught_by_R.split(chunk_rows)
+    bounds = torch.stack(
+        [torch.stack([chunk_C[0], chunk_C[-1]]) for chunk_C in chunks]
+    ).tolist()  # one wait for the device
+    for chunk_C, (first, last) in zip(chunks, bounds, strict=True):
+        normed = _factor(teacher.normed(last_hidden_PT[position_S[first : last + 1]]), dtype)
+        yield _logits(normed, teacher_UT, dtype), chunk_C - first
+
+
 class _Gradients:
     """Gradients of the sum of the losses, gathered over chunks in the parameters' dtype."""
 
     def __init__(self, hidden_RH: Tensor, lm_head_UH: Tensor, dtype: torch.dtype) -> None:
-        self.inputs_RH = hidden_RH.to(dtype)
         self.weights_UH = lm_head_UH.to(dtype)
-        self.hidden_RH = torch.zeros_like(hidden_RH)
+        self.hidden_RH = torch.empty_like(hidden_RH)
         self.lm_head_UH = torch.zeros_like(lm_head_UH)
-        self.empty = True
 
-    def add(self, rows: slice, dlogits_CU: Tensor) -> None:
-        self.hidden_RH[rows] = dlogits_CU @ self.weights_UH
-        if dlogits_CU.is_cuda and dlogits_CU.element_size() == 2:  # the product's own sums, not rounded to bf16 again
-            product_UH = torch.mm(dlogits_CU.T, self.inputs_RH[rows], out_dtype=torch.float32)
-        else:
-            product_UH = dlogits_CU.T @ self.inputs_RH[rows]
-        self.lm_head_UH = product_UH.to(self.lm_head_UH.dtype) if self.empty else self.lm_head_UH.add_(product_UH)
-        self.empty = False
+    def add(self, rows_C: Tensor, hidden_CH: Tensor, dlogits_CU: Tensor) -> None:
+        self.hidden_RH[rows_C] = (dlogits_CU @ self.weights_UH).to(self.hidden_RH.dtype)
+        add_product(self.lm_head_UH, dlogits_CU, hidden_CH)
 
 
 class _SoftTargets(NamedTuple):

@@ -4,19 +4,22 @@ Legend: N depth-0 rows, R chain rows, H hidden size, X = aux layers * target hid
 heads, D head dimension.
 """
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from components.draft.batch import PackedBatch
 from components.draft.chains import ChainRows
-from components.draft.head import DraftHead, rotate
+from components.draft.elementwise import rotate
 from kernels.chain_attention import RowLayout, chain_attention, document_attention
 
+if TYPE_CHECKING:
+    from components.draft.head import DraftHead  # whose forward is the prefix pass
 
-@dataclass(frozen=True)
-class MaskRow:
+
+class MaskRow(NamedTuple):
     """Layer 0 of every chain row before the rotary embedding: one constant."""
 
     q_1QD: Tensor
@@ -24,12 +27,8 @@ class MaskRow:
     v_1GD: Tensor
     residual_1H: Tensor
 
-    def tensors(self) -> list[Tensor]:
-        return [self.q_1QD, self.k_1GD, self.v_1GD, self.residual_1H]
 
-
-@dataclass(frozen=True)
-class Prefix:
+class Prefix(NamedTuple):
     """What the depth-0 rows leave for the chain rows and for their own loss."""
 
     hidden_NH: Tensor
@@ -44,10 +43,16 @@ class Prefix:
     mask_row: MaskRow
 
 
-def prefix_pass(head: DraftHead, batch: PackedBatch) -> Prefix:
+def prefix_pass(head: "DraftHead", batch: PackedBatch, recompute: bool = False) -> Prefix:
     """Computes all depth-0 rows: element (a, 0) reads [emb(x_{a+1}) ; fc(h_a)] at position a.
 
     The mask row goes through the input projections as one more row, so its gradient needs no pass of its own.
+
+    Args:
+        head: the head.
+        batch: packed documents.
+        recompute: keep only each layer's input, keys and values, and compute the layer again in the backward
+            (activation checkpointing): for documents whose activations would not leave room for the parts.
     """
     next_ids_N = batch.input_ids_T[batch.token_N + 1]
     mask_id = next_ids_N.new_tensor([head.config.mask_token_id])
@@ -56,22 +61,27 @@ def prefix_pass(head: DraftHead, batch: PackedBatch) -> Prefix:
     x, residual = head.layer_inputs(torch.cat([next_ids_N, mask_id]), torch.cat([aux_NX, mask_hidden_1X]))
     projected = head.layers[0].self_attn.project(x)
     mask_row = MaskRow(*(tensor[-1:] for tensor in (*projected, residual)))
-    q, k, v = (tensor[:-1] for tensor in projected)
+    first_projected = [tensor[:-1] for tensor in projected]
     residual = residual[:-1]
     cos, sin = head.rope(batch.position_N)
-    keys, values = [], []
-    for index, layer in enumerate(head.layers):
-        if index > 0:
-            q, k, v = layer.self_attn.project(layer.input_layernorm(residual))
+
+    def run(index: int, residual: Tensor, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        layer = head.layers[index]
+        q, k, v = projected or layer.self_attn.project(layer.input_layernorm(residual))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return layer.finish(document_attention(q, k, v, batch.doc_rows), residual), k, v
+
+    keys, values = [], []
+    for index in range(len(head.layers)):
+        inputs = (index, residual, *(first_projected if index == 0 else ()))
+        residual, k, v = checkpoint(run, *inputs, use_reentrant=False) if recompute else run(*inputs)
         keys.append(k)
         values.append(v)
-        residual = layer.finish(document_attention(q, k, v, batch.doc_rows), residual)
     return Prefix(residual, keys, values, mask_row)
 
 
 def chain_pass(
-    head: DraftHead,
+    head: "DraftHead",
     batch: PackedBatch,
     rows: ChainRows,
     prefix: Prefix,
@@ -96,13 +106,14 @@ def chain_pass(
         rows.anchor_R, rows.first_R, batch.doc_start_N[rows.anchor_R], max_chain, len(batch.position_N)
     )
     dtype = prefix.keys[0].dtype
-    q, k, v, residual = (tensor.expand(num_rows, *tensor.shape[1:]) for tensor in prefix.mask_row.tensors())
+    q, k, v = (tensor.to(dtype).expand(num_rows, -1, -1) for tensor in prefix.mask_row[:3])
+    residual = prefix.mask_row.residual_1H.expand(num_rows, -1)
     for index, layer in enumerate(head.layers):
         if index > 0:
             q, k, v = layer.self_attn.project(layer.input_layernorm(residual))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         attended = chain_attention(
-            q.to(dtype), prefix.keys[index], prefix.values[index], k.to(dtype), v.to(dtype), layout,
+            q, prefix.keys[index], prefix.values[index], k, v, layout,
             prefix_grads=None if prefix_grads is None else prefix_grads[index],
         )  # fmt: skip
         residual = layer.finish(attended, residual)

@@ -9,10 +9,11 @@ Legend: N depth-0 rows, A supervised anchors, R chain rows, E elements of a part
 D depths.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from components.draft.batch import PackedBatch
 from components.draft.chains import ChainRows, Chains, cut_parts
@@ -34,6 +35,9 @@ class StepOptions:
     loss: LossKind = "kl"
     autocast: torch.dtype | None = None
     """bf16 for mixed precision over fp32 parameters; None computes in the parameters' dtype."""
+
+    recompute_prefix: bool = False
+    """Activation checkpointing of the prefix pass."""
 
 
 @dataclass
@@ -80,8 +84,8 @@ class _Leaves:
     @classmethod
     def of(cls, prefix: Prefix, normed_AH: Tensor) -> "_Leaves":
         pairs = [(k.detach(), v.detach()) for k, v in zip(prefix.keys, prefix.values, strict=True)]
-        mask_row = MaskRow(*(_summing_leaf(tensor) for tensor in prefix.mask_row.tensors()))
-        cut = replace(prefix, keys=[k for k, _ in pairs], values=[v for _, v in pairs], mask_row=mask_row)
+        mask_row = MaskRow(*map(_summing_leaf, prefix.mask_row))
+        cut = prefix._replace(keys=[k for k, _ in pairs], values=[v for _, v in pairs], mask_row=mask_row)
         grads = [(_zero_sums(k), _zero_sums(v)) for k, v in pairs]
         return cls(cut, normed_AH.detach(), torch.zeros_like(normed_AH), grads)
 
@@ -92,7 +96,8 @@ def accumulate_gradients(
     """Adds the gradients of the *sum* of all losses to the parameters' `grad`.
 
     Nothing is divided and nothing is reduced over ranks: that is one division by the global number of supervised
-    elements after the last batch of a step. A batch without a supervised element leaves the gradients alone.
+    elements after the last batch of a step. A batch without a supervised element leaves the gradients alone, but for
+    those of a head under FSDP: there every rank must run every prefix pass, and every parameter gets a gradient.
 
     Args:
         head: the head; its parameters may be fp32 under bf16 autocast, or all of one dtype.
@@ -108,10 +113,10 @@ def accumulate_gradients(
         ValueError: one anchor has more elements than `rows_per_part`, or the loss is not finite.
     """
     sums = StepSums.zeros(options.num_depths, batch.device)
-    if len(chains) == 0:
+    if len(chains) == 0 and not isinstance(head, FSDPModule):
         return sums
     with _autocast(batch, options):
-        prefix = prefix_pass(head, batch)
+        prefix = head(batch, options.recompute_prefix)
         normed_AH = head.norm(prefix.hidden_NH[chains.anchor_A])
     leaves = _Leaves.of(prefix, normed_AH)
     for part in cut_parts(chains, options.rows_per_part):
@@ -121,6 +126,10 @@ def accumulate_gradients(
         loss.backward()
         leaves.normed_grad_AH[part] = leaf_AH.grad
         sums.add(part_sums)
+    if isinstance(head, FSDPModule):  # it reduces at the end of the next backward, the same tensors on every rank
+        for parameter in head.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     _prefix_backward(prefix, normed_AH, leaves)
     if not sums.loss.isfinite():
         raise ValueError("the loss is not finite: the features or the head's parameters have overflowed")
@@ -173,7 +182,7 @@ def _prefix_backward(prefix: Prefix, normed_AH: Tensor, leaves: _Leaves) -> None
     for key, value, (dkey, dvalue) in zip(prefix.keys, prefix.values, leaves.key_value_grads, strict=True):
         outputs += [key, value]
         grads += [dkey.to(key.dtype), dvalue.to(value.dtype)]
-    for output, leaf in zip(prefix.mask_row.tensors(), leaves.prefix.mask_row.tensors(), strict=True):
+    for output, leaf in zip(prefix.mask_row, leaves.prefix.mask_row, strict=True):
         if leaf.grad is not None:
             outputs.append(output)
             grads.append(leaf.grad.to(output.dtype))

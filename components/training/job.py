@@ -4,6 +4,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from components.config import StageResources, TrainConfig
 from components.draft.schedule import StepSums
 from components.training.reduce import reduce_sums
 from components.training.setup import HeadSpec, build_trainer, own_documents
-from components.training.state import load_state, save_state
+from components.training.state import save_state
 from components.training.trainer import Trainer, figures
 from components.training.validation import validate
 
@@ -98,11 +99,10 @@ def train_worker(job: dict[str, Any]) -> None:
     context = ray.train.get_context()
     device = ray.train.torch.get_device()
     torch.manual_seed(job["config"].seed)
-    trainer = build_trainer(job["spec"], job["config"], context.get_world_rank(), context.get_world_size(), device)
+    ranks = (context.get_world_rank(), context.get_world_size())
     checkpoint = ray.train.get_checkpoint()
-    if checkpoint is not None:
-        with checkpoint.as_directory() as folder:
-            trainer.progress = load_state(Path(folder), trainer.head, trainer.optimizer)
+    with checkpoint.as_directory() if checkpoint else nullcontext() as folder:
+        trainer = build_trainer(job["spec"], job["config"], *ranks, device, Path(folder) if folder else None)
     keep_every = trainer.config.checkpoint_every_steps or trainer.steps_per_epoch
     sums = StepSums.zeros(trainer.config.num_depths)
     reported_at_s = time.monotonic()
@@ -143,8 +143,7 @@ def _report(trainer: Trainer, row: dict[str, float], keep: bool) -> None:
         ray.train.report(row)
         return
     with tempfile.TemporaryDirectory() as folder:
-        if trainer.rank == 0:
-            save_state(Path(folder), trainer.head, trainer.optimizer, progress)
+        save_state(Path(folder), trainer.head, trainer.optimizer, progress, write=trainer.rank == 0)
         ray.train.report(row, Checkpoint.from_directory(folder) if trainer.rank == 0 else None)
 
 

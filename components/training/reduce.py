@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def reduce_gradients(parameters: Sequence[nn.Parameter], sums: Tensor) -> Tensor:
     """Add up gradients and `sums` over all ranks; a rank that had no supervised element adds zeros.
 
     Args:
-        parameters: the trained parameters, the same on every rank; a missing gradient counts as zero.
+        parameters: the trained parameters, the same on every rank; a missing gradient counts as zero. FSDP has summed the
+            gradients of those that it cut.
         sums: [M] fp64 figures to be summed with them; sums[0] is the count of supervised elements.
 
     Returns:
@@ -24,12 +26,13 @@ def reduce_gradients(parameters: Sequence[nn.Parameter], sums: Tensor) -> Tensor
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     grads = [p.grad for p in parameters if p.grad is not None]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        bucket = torch.cat([g.reshape(-1) for g in grads])
+    whole = [g for g in grads if not isinstance(g, DTensor)]
+    if whole and dist.is_initialized() and dist.get_world_size() > 1:
+        bucket = torch.cat([g.reshape(-1) for g in whole])
         dist.all_reduce(bucket)
-        dist.all_reduce(sums)
-        for grad, summed in zip(grads, bucket.split([g.numel() for g in grads]), strict=True):
+        for grad, summed in zip(whole, bucket.split([g.numel() for g in whole]), strict=True):
             grad.copy_(summed.view_as(grad))
+    reduce_sums(sums)
     count = float(sums[0])
     if count > 0:
         torch._foreach_div_(grads, count)

@@ -17,6 +17,8 @@ from components.draft.losses import Teacher
 from components.storage import Location
 from components.target.layers import teacher_weights
 from components.training.order import SHARDS_SHUFFLED_TOGETHER, Entry
+from components.training.shard import shard_head
+from components.training.state import load_progress, load_weights
 from components.training.trainer import Trainer
 
 DOCUMENTS_FOR_SCALE = 64  # features of this many documents set the scale of fc and mask_hidden
@@ -80,8 +82,15 @@ def build_head(spec: HeadSpec, documents: Sequence[Document], seed: int) -> tupl
     return head, Teacher(weights.norm_H.float(), weights.eps, weights.lm_head_VH[draft_vocab_U])
 
 
-def build_trainer(spec: HeadSpec, config: TrainConfig, rank: int, world_size: int, device: torch.device) -> Trainer:
-    """A trainer at step 0, with the same head on every rank."""
+def build_trainer(
+    spec: HeadSpec,
+    config: TrainConfig,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    checkpoint: Path | None = None,
+) -> Trainer:
+    """A trainer at step 0, or where a checkpoint's folder says, with the same head on every rank."""
     location = Location(spec.features_uri)
     entries = split_entries(location, "train")
     if not entries:
@@ -90,7 +99,15 @@ def build_trainer(spec: HeadSpec, config: TrainConfig, rank: int, world_size: in
     head, teacher = build_head(spec, [reader(entry) for entry in entries[:DOCUMENTS_FOR_SCALE]], config.seed)
     mask_id = torch.tensor([spec.mask_token_id])  # always trained: no text uses it, so its row means nothing yet
     head.embed_tokens.train_rows(torch.cat([read_input_ids(location), mask_id]) if config.train_embeddings else mask_id)
-    return Trainer(head.to(device), _on_device(teacher, device), entries, reader, config, rank, world_size, device)
+    if checkpoint is not None:
+        load_weights(checkpoint, head)
+    head.to(device)
+    if config.shard and world_size > 1:
+        shard_head(head, world_size)
+    trainer = Trainer(head, _on_device(teacher, device), entries, reader, config, rank, world_size, device)
+    if checkpoint is not None:
+        trainer.progress = load_progress(checkpoint, trainer.optimizer)
+    return trainer
 
 
 def own_documents(spec: HeadSpec, split: str, trainer: Trainer) -> list[Document]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from components.config import Settings
 from components.stage import Artifact, Outcome, Output, Stage
 
-NOT_IDENTITY = {"rows_per_part", "checkpoint_every_steps"}
+NOT_IDENTITY = {"rows_per_part", "activation_checkpointing", "shard", "checkpoint_every_steps"}
 """Settings of `train` that change how the work is cut, never the head."""
 
 

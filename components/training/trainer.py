@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,13 @@ from components.draft.batch import Document, PackedBatch
 from components.draft.chains import ChainRecipe, sample_chains
 from components.draft.head import DraftHead
 from components.draft.losses import Teacher
+from components.draft.products import forget_rounded_weights
 from components.draft.schedule import StepOptions, StepSums, accumulate_gradients
+from components.training.memory import CPU_ROWS_PER_PART, free_bytes, plan_step
 from components.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from components.training.order import Entry, epoch_order, rank_share, steps_per_epoch
 from components.training.reduce import reduce_gradients, reduce_sums
+from components.training.shard import is_sharded, whole
 from components.training.state import Progress
 
 
@@ -56,12 +59,14 @@ class Trainer:
         started = time.monotonic()
         epoch, step = divmod(self.progress.step, self.steps_per_epoch)
         share = rank_share(self._order(epoch), step, self.config.documents_per_step, self.rank, self.world_size)
-        sums = self._accumulate(share, epoch)
+        with whole(self.head):
+            sums = self._accumulate(share, epoch)
         sums = unpack_sums(reduce_gradients(self.parameters, pack_sums(sums)))
         if int(sums.count) > 0:  # a step without a supervised token anywhere has no gradient to follow
             nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
             set_learning_rate(self.optimizer, learning_rate(self.progress.step, self.total_steps, self.config))
             self.optimizer.step()
+            forget_rounded_weights(self.head)
         self.optimizer.zero_grad(set_to_none=False)
         self.progress.step += 1
         self.progress.supervised_tokens += int(sums.count_D[0])
@@ -69,11 +74,25 @@ class Trainer:
         return sums
 
     def _accumulate(self, share: Sequence[Entry], epoch: int) -> StepSums:
-        if not share:
+        if not share and not is_sharded(self.head):
             return StepSums.zeros(self.config.num_depths)
-        batch = PackedBatch.pack([self.read(entry) for entry in share], self.device)
-        chains = sample_chains(batch, self.recipe, [(self.config.seed, epoch, entry.number) for entry in share])
-        return accumulate_gradients(self.head, batch, chains, self.teacher, self.options)
+        batch = PackedBatch.pack([self.read(entry) for entry in share or self.entries[:1]], self.device)
+        seeds = [(self.config.seed, epoch, entry.number) for entry in share or self.entries[:1]]
+        chains = sample_chains(batch, self.recipe, seeds)
+        if not share:  # nothing to learn, but under FSDP every rank makes every pass
+            chains = chains[:0]
+        return accumulate_gradients(self.head, batch, chains, self.teacher, self.options_for(batch))
+
+    def options_for(self, batch: PackedBatch) -> StepOptions:
+        """The options with the part size and checkpointing that this batch leaves room for."""
+        if batch.device.type != "cuda":
+            return self.options
+        plan = plan_step(
+            self.head.config, len(batch.position_N), free_bytes(self.head, self.optimizer),
+            factor_bytes=2 if self.options.autocast else 4,
+            rows_per_part=self.config.rows_per_part, recompute_prefix=self.config.activation_checkpointing,
+        )  # fmt: skip
+        return replace(self.options, rows_per_part=plan.rows_per_part, recompute_prefix=plan.recompute_prefix)
 
     def _order(self, epoch: int) -> list[Entry]:
         if epoch not in self._orders:
@@ -83,7 +102,8 @@ class Trainer:
 
 def step_options(config: TrainConfig) -> StepOptions:
     autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
-    return StepOptions(config.num_depths, config.rows_per_part, config.loss, autocast)
+    rows = CPU_ROWS_PER_PART if config.rows_per_part == "auto" else config.rows_per_part
+    return StepOptions(config.num_depths, rows, config.loss, autocast, config.activation_checkpointing is True)
 
 
 def pack_sums(sums: StepSums) -> Tensor:

@@ -11,6 +11,7 @@ from components.draft.head import DraftHead
 from components.draft.losses import Teacher
 from components.draft.schedule import StepOptions, StepSums, measure
 from components.training.reduce import reduce_sums
+from components.training.shard import whole
 from components.training.trainer import Trainer, all_rank_sums, figures
 
 DOCUMENTS_PER_PACK = 8
@@ -19,8 +20,9 @@ DOCUMENTS_PER_PACK = 8
 def validate(trainer: Trainer, documents: Sequence[Document], prefix: str = "validation") -> dict[str, float]:
     """Figures named `<prefix>/...` over this rank's documents and all other ranks'; a rank may have none."""
     trainer.head.eval()
-    sums = loss_sums(trainer.head, documents, trainer.teacher, trainer.options)
-    walks = walks_by_depth(trainer.head, documents, trainer.options)
+    with whole(trainer.head):
+        sums = loss_sums(trainer.head, documents, trainer.teacher, trainer.options)
+        walks = walks_by_depth(trainer.head, documents, trainer.options)
     trainer.head.train()
     rows = figures(all_rank_sums(sums), prefix)
     reduced = reduce_sums(torch.tensor([[w.rounds, w.accepted] for w in walks], dtype=torch.float64))

@@ -13,6 +13,7 @@ from components.draft.batch import Document, PackedBatch
 from components.draft.chains import ChainRecipe, Chains, cut_parts, sample_chains, supervised_chains
 from components.draft.head import DraftHead
 from components.draft.losses import Teacher
+from components.draft.passes import prefix_pass
 from components.draft.schedule import StepOptions, accumulate_gradients, measure
 from tests.components.draft.dense import dense_loss, supervised, tiny_config, tiny_document, tiny_head, tiny_teacher
 
@@ -69,14 +70,15 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-@pytest.mark.parametrize("kind", ["kl", "cross_entropy"])
-def test_gradients_equal_flat_computation(num_parts: int, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "recompute"), [("kl", False), ("kl", True), ("cross_entropy", False)])
+def test_gradients_equal_flat_computation(num_parts: int, kind: str, recompute: bool) -> None:
     head, docs = tiny_head(), documents()
     chains = sampled(PackedBatch.pack(docs))
     assert (chains.length_A == 0).any()
     rows = {1: 1000, 2: 20, 3: 14, 7: 6}[num_parts]
     assert len(cut_parts(chains, rows)) == num_parts
-    ours, loss = partition_gradients(head, docs, chains, StepOptions(NUM_DEPTHS, rows, loss=kind))
+    options = StepOptions(NUM_DEPTHS, rows, loss=kind, recompute_prefix=recompute)
+    ours, loss = partition_gradients(head, docs, chains, options)
     flat, flat_loss = dense_gradients(head, docs, chains, kind)
     assert loss == pytest.approx(flat_loss, rel=FP64_TOLERANCE)
     assert_close(ours, flat, FP64_TOLERANCE)
@@ -173,6 +175,23 @@ def test_graph_of_a_step_shrinks_with_the_part() -> None:
     whole, half, eighth = (peak_saved_bytes(tiny_head(config), batch, rows) for rows in (1_000, 220, 55))
     assert half < 0.75 * whole
     assert eighth < 0.5 * whole
+
+
+def test_recomputing_keeps_less_of_the_prefix_pass() -> None:
+    batch = PackedBatch.pack([tiny_document(tiny_config(), 200, [], seed=5)])
+    kept, inputs_only = 0, 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
+        prefix_pass(tiny_head(), batch)
+        whole, kept = kept, 0
+        prefix_pass(tiny_head(), batch, recompute=True)
+        inputs_only = kept
+    assert inputs_only < 0.5 * whole
 
 
 def peak_saved_bytes(head: DraftHead, batch: PackedBatch, rows_per_part: int) -> int:

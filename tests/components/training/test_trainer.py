@@ -11,9 +11,11 @@ from components.config import TrainConfig
 from components.draft.batch import Document
 from components.draft.head import DraftHead, HeadConfig
 from components.draft.losses import Teacher
+from components.training.memory import local
 from components.training.order import Entry
 from components.training.reduce import reduce_gradients
-from components.training.state import load_state, save_state
+from components.training.shard import shard_head, whole_tensor
+from components.training.state import load_progress, load_weights, save_state
 from components.training.trainer import Trainer
 from components.training.validation import validate
 
@@ -38,7 +40,11 @@ def make_document(number: int, answer_tokens: int = 12) -> Document:
 
 
 def make_trainer(
-    documents: list[Document], rank: int = 0, world_size: int = 1, config: TrainConfig = CONFIG
+    documents: list[Document],
+    rank: int = 0,
+    world_size: int = 1,
+    config: TrainConfig = CONFIG,
+    checkpoint: Path | None = None,
 ) -> Trainer:
     torch.manual_seed(0)
     shape = HeadConfig(
@@ -48,12 +54,22 @@ def make_trainer(
     )  # fmt: skip
     head = DraftHead(shape)
     teacher = Teacher(torch.rand(WIDTH) + 0.5, 1e-5, torch.randn(VOCAB, WIDTH))
+    head.embed_tokens.train_rows(torch.arange(VOCAB - 4))
+    if checkpoint:
+        load_weights(checkpoint, head)
+    if config.shard:
+        shard_head(head, world_size)
     entries = [Entry("part-00000.parquet", row, row) for row in range(len(documents))]
-    return Trainer(head, teacher, entries, lambda entry: documents[entry.row], config, rank, world_size)
+    trainer = Trainer(head, teacher, entries, lambda entry: documents[entry.row], config, rank, world_size)
+    if checkpoint:
+        trainer.progress = load_progress(checkpoint, trainer.optimizer)
+    return trainer
 
 
 def weights(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in trainer.head.parameters()])
+    """All tensors of the head; every rank of a sharded one must ask."""
+    tensors = trainer.head.state_dict()
+    return torch.cat([whole_tensor(tensors[name]).flatten().double() for name in sorted(tensors)])
 
 
 def train_rank(rank: int, world_size: int, folder: str, steps: int) -> None:
@@ -100,6 +116,44 @@ def test_two_gloo_ranks_make_the_step_of_one(ranks: list[dict]) -> None:
     assert figures["validation/walked_al_1"] >= 1
 
 
+def train_sharded_rank(rank: int, world_size: int, folder: str) -> None:
+    """Three steps, a checkpoint, and three more in a trainer that begins with it."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    config = CONFIG.model_copy(update={"shard": True})
+    trainer = make_trainer(DOCUMENTS, rank, world_size, config)
+    share = sum(local(p).numel() for p in trainer.parameters)
+    losses = [float(trainer.step().loss) for _ in range(3)]
+    figures = validate(trainer, DOCUMENTS[rank:5:world_size])
+    save_state(Path(folder), trainer.head, trainer.optimizer, trainer.progress, write=rank == 0)
+    dist.barrier()
+    after_three = weights(trainer)
+    resumed = make_trainer(DOCUMENTS, rank, world_size, config, checkpoint=Path(folder))
+    for _ in range(3):
+        resumed.step()
+    results = {"weights": after_three, "losses": losses, "figures": figures, "resumed": weights(resumed)}
+    torch.save(results | {"share": share, "all": sum(p.numel() for p in trainer.parameters)}, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_a_head_cut_by_fsdp_makes_the_steps_of_a_whole_one(tmp_path: Path, ranks: list[dict]) -> None:
+    mp.spawn(train_sharded_rank, args=(2, str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        cut = torch.load(tmp_path / f"rank{rank}.pt")
+        assert cut["share"] <= 0.51 * cut["all"]  # what the optimiser holds here
+        torch.testing.assert_close(cut["weights"], ranks[0]["weights"], atol=FP32_STEP_TOLERANCE, rtol=0)
+        assert cut["losses"] == pytest.approx(ranks[0]["losses"], rel=1e-5)
+        assert cut["figures"] == pytest.approx(ranks[0]["figures"], rel=1e-4)
+        straight = make_trainer(DOCUMENTS)
+        for _ in range(6):
+            straight.step()
+        torch.testing.assert_close(cut["resumed"], weights(straight), atol=2 * FP32_STEP_TOLERANCE, rtol=0)
+    whole = make_trainer(DOCUMENTS, checkpoint=tmp_path)  # the checkpoint of two shares goes on as one
+    for _ in range(3):
+        whole.step()
+    torch.testing.assert_close(weights(whole), weights(straight), atol=2 * FP32_STEP_TOLERANCE, rtol=0)
+
+
 def test_ranks_with_1_and_9_supervised_elements_equal_one_with_10(ranks: list[dict]) -> None:
     for result in ranks:
         grad, sums = result["uneven"]
@@ -117,8 +171,7 @@ def test_six_steps_equal_three_a_checkpoint_and_three(tmp_path: Path) -> None:
     for _ in range(3):
         first.step()
     save_state(tmp_path, first.head, first.optimizer, first.progress)
-    second = make_trainer(DOCUMENTS)
-    second.progress = load_state(tmp_path, second.head, second.optimizer)
+    second = make_trainer(DOCUMENTS, checkpoint=tmp_path)
     resumed_rates = []
     for _ in range(3):
         second.step()
