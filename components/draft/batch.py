@@ -4,7 +4,7 @@ Legend: T tokens of all documents, N depth-0 rows (T less one a document), X = a
 size, H target hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,6 +67,37 @@ class PackedBatch:
             doc_lengths=tuple(len(doc.input_ids) for doc in documents),
         )
 
+    def outline(self) -> "PackedBatch":
+        """The same documents on the CPU and without features: all that drawing chains needs."""
+        nothing = self.aux_hidden_TX[:, :0].cpu()
+        return PackedBatch(self.input_ids_T.cpu(), self.loss_mask_T.cpu(), nothing, nothing, self.doc_lengths)
+
+    def pin_memory(self) -> "PackedBatch":
+        """In host memory from which a GPU copies by itself."""
+        return self._map(Tensor.pin_memory)
+
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tells the allocator that `stream` reads what another one wrote."""
+        for tensor in (self.input_ids_T, self.loss_mask_T, self.aux_hidden_TX, self.last_hidden_TH):
+            tensor.record_stream(stream)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "PackedBatch":
+        return PackedBatch(
+            function(self.input_ids_T),
+            function(self.loss_mask_T),
+            function(self.aux_hidden_TX),
+            function(self.last_hidden_TH),
+            self.doc_lengths,
+        )
+
+    def tokens_of(self, rows: Tensor) -> Tensor:
+        """Index in the packed tokens of the features of some depth-0 rows, worked out where the rows are."""
+        ends = torch.tensor(self.doc_rows, device=rows.device).cumsum(0)
+        return rows + torch.searchsorted(ends, rows, right=True)
+
     @cached_property
     def doc_rows(self) -> tuple[int, ...]:
         """Depth-0 rows of each document: the last token has no next token to pair with."""
@@ -76,7 +107,8 @@ class PackedBatch:
     def doc_of_row_N(self) -> Tensor:
         """[N] the document of each depth-0 row."""
         rows = torch.tensor(self.doc_rows, device=self.device)
-        return torch.repeat_interleave(torch.arange(len(rows), device=self.device), rows)
+        numbers = torch.arange(len(rows), device=self.device)
+        return torch.repeat_interleave(numbers, rows, output_size=sum(self.doc_rows))  # told, a GPU need not be asked
 
     @cached_property
     def token_N(self) -> Tensor:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from components.draft.batch import PackedBatch
+from kernels.chain_attention import RowLayout
+from kernels.chain_attention.layout import send
 
 
 @dataclass(frozen=True)
@@ -43,31 +46,51 @@ class Chains:
     def __len__(self) -> int:
         return self.anchor_A.shape[0]
 
+    @classmethod
+    def none(cls) -> "Chains":
+        nothing = torch.empty(0, dtype=torch.int64)
+        return cls(nothing, nothing)
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Anchor, depth and index of the chain's first row, [R] each, of the chain rows in their order."""
+        chain_R = torch.repeat_interleave(torch.arange(len(self), device=self.anchor_A.device), self.length_A)
+        first_R = (self.length_A.cumsum(0) - self.length_A)[chain_R]
+        depth_R = torch.arange(len(chain_R), device=chain_R.device) - first_R + 1
+        return self.anchor_A[chain_R], depth_R, first_R
+
     def __getitem__(self, part: slice) -> "Chains":
         return Chains(self.anchor_A[part], self.length_A[part])
 
 
 @dataclass(frozen=True)
 class ChainRows:
-    """The rows of some chains, sorted by (anchor, depth)."""
+    """The rows of some chains of a batch, sorted by (anchor, depth), on the batch's device."""
 
-    anchor_R: Tensor
-    """[R] depth-0 row of the anchor."""
+    position_R: Tensor
+    """[R] position id: the anchor's and the depth."""
 
     depth_R: Tensor
     """[R] depth, from 1 on."""
 
-    first_R: Tensor
-    """[R] index of the chain's first row."""
+    layout: RowLayout
+    """What each row sees, and its anchor."""
 
     @classmethod
-    def of(cls, chains: Chains) -> "ChainRows":
-        device = chains.anchor_A.device
-        last_A = chains.length_A.cumsum(0)
-        chain_R = torch.repeat_interleave(torch.arange(len(chains), device=device), chains.length_A)
-        first_R = (last_A - chains.length_A)[chain_R]
-        depth_R = torch.arange(len(chain_R), device=device) - first_R + 1
-        return cls(chains.anchor_A[chain_R], depth_R, first_R)
+    def of(cls, chains: Chains, batch: PackedBatch) -> "ChainRows":
+        """All is worked out where the chains are: on the CPU, it does not make a GPU wait."""
+        anchor_R, depth_R, first_R = chains.rows()
+        ends = torch.tensor(batch.doc_rows, device=anchor_R.device).cumsum(0)
+        starts = F.pad(ends, (1, 0))
+        start_R = starts[torch.searchsorted(ends, anchor_R, right=True)]
+        max_chain = int(depth_R.max()) if len(depth_R) else 1
+        layout = RowLayout.of_chains(anchor_R, first_R, start_R, max_chain, sum(batch.doc_rows))
+        position_R = anchor_R - start_R + depth_R
+        return cls(send(position_R, batch.device), send(depth_R, batch.device), layout.to(batch.device))
+
+    @property
+    def anchor_R(self) -> Tensor:
+        """[R] depth-0 row of each row's anchor."""
+        return self.layout.anchor_R
 
 
 def supervised_chains(batch: PackedBatch, num_depths: int) -> Chains:

@@ -161,8 +161,8 @@ def _pack_drafts(
     drafts_NK = torch.full((num_rows, num_drafts), NO_DRAFT, device=batch.device)
     prefix = prefix_pass(head, batch)
     for part in cut_parts(chains, rows_per_pack):
-        rows = ChainRows.of(chains[part])
-        hidden_EH = torch.cat([prefix.hidden_NH[anchor_A[part]], chain_pass(head, batch, rows, prefix)])
+        rows = ChainRows.of(chains[part], batch)
+        hidden_EH = torch.cat([prefix.hidden_NH[anchor_A[part]], chain_pass(head, rows, prefix)])
         depth_E = torch.cat([torch.zeros_like(anchor_A[part]), rows.depth_R])
         anchor_E = torch.cat([anchor_A[part], rows.anchor_R])
         best_E = best_drafts(head.norm(hidden_EH), head.lm_head.weight, autocast)

@@ -13,7 +13,7 @@ from components.draft.elementwise import Norm, gated_silu
 from components.draft.embedding import TrainedRowsEmbedding
 from components.draft.head_config import HeadConfig
 from components.draft.passes import Prefix, prefix_pass
-from components.draft.products import Projection
+from components.draft.products import Projection, project_together
 
 
 class DraftAttention(nn.Module):
@@ -29,7 +29,8 @@ class DraftAttention(nn.Module):
 
     def project(self, x_RX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [R, Q, D], k [R, G, D] and v [R, G, D], not yet turned by the rotary embedding."""
-        q, k, v = (proj(x_RX).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        projected = project_together(x_RX, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         return q, k, v
 
 
@@ -43,7 +44,7 @@ class DraftMLP(nn.Module):
         self.down_proj = Projection(config.intermediate_size, config.hidden_size)
 
     def forward(self, x_RH: Tensor) -> Tensor:
-        return self.down_proj(gated_silu(self.gate_proj(x_RH), self.up_proj(x_RH)))
+        return self.down_proj(gated_silu(*project_together(x_RH, self.gate_proj, self.up_proj)))
 
 
 class DraftLayer(nn.Module):
@@ -59,11 +60,16 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = Norm(width, config.rms_norm_eps)
         self.mlp = DraftMLP(config)
 
-    def finish(self, attended_RQD: Tensor, residual_RH: Tensor) -> Tensor:
-        """Output projection and MLP, each added to the residual stream."""
+    def project_sum(self, residual_RH: Tensor, update_RH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Their sum, the residual stream that enters this layer, and its q, k and v."""
+        residual_RH, normed_RH = self.input_layernorm.of_sum(residual_RH, update_RH)
+        return residual_RH, *self.self_attn.project(normed_RH)
+
+    def finish(self, attended_RQD: Tensor, residual_RH: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream with the output projection added, and what the MLP will add to it."""
         update_RH = self.self_attn.o_proj(attended_RQD.flatten(1))
         residual_RH, normed_RH = self.post_attention_layernorm.of_sum(residual_RH, update_RH)
-        return residual_RH + self.mlp(normed_RH)
+        return residual_RH, self.mlp(normed_RH)
 
 
 class DraftHead(nn.Module):
@@ -112,10 +118,11 @@ class DraftHead(nn.Module):
         return table_V[target_ids]
 
     def rope(self, position_R: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [R, 1, D] each, at least fp32."""
+        """cos, and sin with the signs that `rotate` wants, [R, 1, D] each, at least fp32."""
         dtype = torch.promote_types(self.fc.weight.dtype, torch.float32)
         cos_1RD, sin_1RD = self.rotary(position_R.new_empty((), dtype=dtype), position_R[None])
-        return cos_1RD[0, :, None], sin_1RD[0, :, None]
+        first, second = sin_1RD[0, :, None].chunk(2, dim=-1)
+        return cos_1RD[0, :, None], torch.cat([-first, second], dim=-1)
 
     def layer_inputs(self, next_ids_N: Tensor, aux_NX: Tensor) -> tuple[Tensor, Tensor]:
         """Layer 0's input [N, 2H] and the residual stream [N, H] it starts from (the un-normed fc output)."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.draft.products import add_product
+from kernels.chain_attention.layout import send
 
 LossKind = Literal["kl", "cross_entropy"]
 
@@ -75,7 +76,7 @@ def distillation_loss(
         lm_head_UH: [U, H] the head's output rows.
         teacher: the target's output layer.
         last_hidden_PT: [P, T] target states before its final norm.
-        position_R: [R] which of the P states teaches each row.
+        position_R: [R] which of the P states teaches each row; on the CPU, it does not make a GPU wait.
         target_R: [R] draft id of the recorded token, -1 when it has none.
         kind: "kl" or "cross_entropy".
         product_dtype: dtype of the factors of matrix products (bf16); their sums are fp32. Default: as given.
@@ -119,12 +120,14 @@ class _Distillation(torch.autograd.Function):
         loss_R = hidden_RH.new_empty(len(hidden_RH), dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
         hit_R = torch.empty_like(loss_R, dtype=torch.bool)
         order_R = position_R.argsort(stable=True)  # rows that one position teaches stand together
+        device = hidden_RH.device
         with torch.autocast(hidden_RH.device.type, enabled=False):
             gradients = _Gradients(hidden_RH, lm_head_UH, dtype) if wants_grad else None
             head_UH = _factor(lm_head_UH, dtype)
             lessons = None
             if kind == "kl":
                 lessons = _lessons(teacher, last_hidden_PT, position_R[order_R], chunk_rows, dtype)
+            order_R = send(order_R, device)
             rows_loss = _rows_loss_for(hidden_RH, dtype)
             for rows_C in order_R.split(chunk_rows) if len(order_R) else ():
                 hidden_CH = _factor(hidden_RH[rows_C], dtype)
@@ -157,12 +160,11 @@ def _lessons(
     position_S, taught_by_R = position_R.unique_consecutive(return_inverse=True)
     teacher_UT = _factor(teacher.lm_head_UT, dtype)
     chunks = taught_by_R.split(chunk_rows)
-    bounds = torch.stack(
-        [torch.stack([chunk_C[0], chunk_C[-1]]) for chunk_C in chunks]
-    ).tolist()  # one wait for the device
+    bounds = torch.stack([torch.stack([chunk_C[0], chunk_C[-1]]) for chunk_C in chunks]).tolist()
+    position_S = send(position_S, last_hidden_PT.device)
     for chunk_C, (first, last) in zip(chunks, bounds, strict=True):
         normed = _factor(teacher.normed(last_hidden_PT[position_S[first : last + 1]]), dtype)
-        yield _logits(normed, teacher_UT, dtype), chunk_C - first
+        yield _logits(normed, teacher_UT, dtype), send(chunk_C - first, last_hidden_PT.device)
 
 
 class _Gradients:

@@ -4,6 +4,7 @@ Legend: N depth-0 rows, R chain rows, H hidden size, X = aux layers * target hid
 heads, D head dimension.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from components.draft.batch import PackedBatch
 from components.draft.chains import ChainRows
 from components.draft.elementwise import rotate
-from kernels.chain_attention import RowLayout, chain_attention, document_attention
+from kernels.chain_attention import chain_attention, document_attention
 
 if TYPE_CHECKING:
     from components.draft.head import DraftHead  # whose forward is the prefix pass
@@ -61,60 +62,54 @@ def prefix_pass(head: "DraftHead", batch: PackedBatch, recompute: bool = False) 
     x, residual = head.layer_inputs(torch.cat([next_ids_N, mask_id]), torch.cat([aux_NX, mask_hidden_1X]))
     projected = head.layers[0].self_attn.project(x)
     mask_row = MaskRow(*(tensor[-1:] for tensor in (*projected, residual)))
-    first_projected = [tensor[:-1] for tensor in projected]
-    residual = residual[:-1]
     cos, sin = head.rope(batch.position_N)
 
-    def run(index: int, residual: Tensor, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def run(index: int, residual: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         layer = head.layers[index]
-        q, k, v = projected or layer.self_attn.project(layer.input_layernorm(residual))
+        if index == 0:
+            q, k, v = rest
+        else:
+            residual, q, k, v = layer.project_sum(residual, *rest)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return layer.finish(document_attention(q, k, v, batch.doc_rows), residual), k, v
+        return *layer.finish(document_attention(q, k, v, batch.doc_rows), residual), k, v
 
     keys, values = [], []
+    inputs = [residual[:-1], *(tensor[:-1] for tensor in projected)]
     for index in range(len(head.layers)):
-        inputs = (index, residual, *(first_projected if index == 0 else ()))
-        residual, k, v = checkpoint(run, *inputs, use_reentrant=False) if recompute else run(*inputs)
+        call = partial(checkpoint, run, use_reentrant=False) if recompute else run
+        *inputs, k, v = call(index, *inputs)
         keys.append(k)
         values.append(v)
-    return Prefix(residual, keys, values, mask_row)
+    residual, update = inputs
+    return Prefix(residual + update, keys, values, mask_row)
 
 
 def chain_pass(
-    head: "DraftHead",
-    batch: PackedBatch,
-    rows: ChainRows,
-    prefix: Prefix,
-    prefix_grads: list[tuple[Tensor, Tensor]] | None = None,
+    head: "DraftHead", rows: ChainRows, prefix: Prefix, prefix_grads: list[tuple[Tensor, Tensor]] | None = None
 ) -> Tensor:
     """Computes chain rows: element (a, d > 0) reads [emb(mask) ; fc(mask_hidden)] at position a + d.
 
     Args:
         head: the head.
-        batch: packed documents, for positions and document bounds.
-        rows: chain rows sorted by (anchor, depth).
+        rows: chain rows of the batch that the prefix is of.
         prefix: the depth-0 keys, values and the mask row; only `keys`, `values` and `mask_row` are read.
         prefix_grads: a pair of fp32 buffers a layer that receive the gradients of keys and values.
 
     Returns:
         [R, H] residual stream after the last layer, before the final norm.
     """
-    num_rows = len(rows.anchor_R)
-    cos, sin = head.rope(batch.position_N[rows.anchor_R] + rows.depth_R)
-    max_chain = int(rows.depth_R.max()) if num_rows else 1
-    layout = RowLayout.of_chains(
-        rows.anchor_R, rows.first_R, batch.doc_start_N[rows.anchor_R], max_chain, len(batch.position_N)
-    )
+    num_rows = rows.layout.num_rows
+    cos, sin = head.rope(rows.position_R)
     dtype = prefix.keys[0].dtype
     q, k, v = (tensor.to(dtype).expand(num_rows, -1, -1) for tensor in prefix.mask_row[:3])
     residual = prefix.mask_row.residual_1H.expand(num_rows, -1)
     for index, layer in enumerate(head.layers):
-        if index > 0:
-            q, k, v = layer.self_attn.project(layer.input_layernorm(residual))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         attended = chain_attention(
-            q, prefix.keys[index], prefix.values[index], k, v, layout,
+            q, prefix.keys[index], prefix.values[index], k, v, rows.layout,
             prefix_grads=None if prefix_grads is None else prefix_grads[index],
         )  # fmt: skip
-        residual = layer.finish(attended, residual)
-    return residual
+        residual, update = layer.finish(attended, residual)
+        if index + 1 < len(head.layers):
+            residual, q, k, v = head.layers[index + 1].project_sum(residual, update)
+    return residual + update

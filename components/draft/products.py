@@ -7,9 +7,11 @@ exact partition has no need of, and on a GPU 20 bytes of traffic a weight. Here 
 Legend: R rows, I inputs, O outputs.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -21,10 +23,7 @@ class Projection(nn.Linear):
         self._rounded: tuple[tuple[Any, ...], Tensor] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype = product_dtype(input)
-        if dtype is None:
-            return super().forward(input)
-        return _Product.apply(input.to(dtype), self.weight, self.rounded_weight(dtype))
+        return project_together(input, self)[0]
 
     def rounded_weight(self, dtype: torch.dtype) -> Tensor:
         """[O, I] the weight in `dtype`, made anew after the weight has changed in a way that its version counter shows."""
@@ -52,9 +51,18 @@ def product_dtype(x: Tensor) -> torch.dtype | None:
     return None
 
 
-def mixed_product(x_RI: Tensor, weight_OI: Tensor) -> Tensor:
-    """[R, O] x @ weight.T in the dtype of x; the backward adds the weight's gradient to `weight.grad` in the weight's own."""
-    return _Product.apply(x_RI, weight_OI, weight_OI.detach().to(x_RI.dtype))
+def project_together(x: Tensor, *layers: Projection) -> tuple[Tensor, ...]:
+    """What each layer makes of the same input; their gradients of it are summed by the products themselves."""
+    dtype = product_dtype(x)
+    if dtype is None:
+        return tuple(F.linear(x, layer.weight) for layer in layers)
+    rounded = [layer.rounded_weight(dtype) for layer in layers]
+    return _Products.apply(x.to(dtype), rounded, *(layer.weight for layer in layers))
+
+
+def mixed_products(x_RI: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
+    """[R, O] x @ weight.T for each weight, in the dtype of x; the backward adds the weights' gradients to their `grad`."""
+    return _Products.apply(x_RI, [weight_OI.detach().to(x_RI.dtype) for weight_OI in weights_OI], *weights_OI)
 
 
 def add_product(sum_OI: Tensor, left_RO: Tensor, right_RI: Tensor) -> None:
@@ -65,19 +73,30 @@ def add_product(sum_OI: Tensor, left_RO: Tensor, right_RI: Tensor) -> None:
         sum_OI.add_(left_RO.T @ right_RI)
 
 
-class _Product(torch.autograd.Function):
+def product_sum(left_RO: Tensor, right_RI: Tensor, dtype: torch.dtype) -> Tensor:
+    """left.T @ right in `dtype`, as `add_product` sums."""
+    if left_RO.is_cuda and dtype == torch.float32 and left_RO.element_size() == 2:
+        return torch.mm(left_RO.T, right_RI, out_dtype=torch.float32)
+    return (left_RO.T @ right_RI).to(dtype)
+
+
+class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RI: Tensor, weight_OI: Tensor, rounded_OI: Tensor) -> Tensor:
-        ctx.save_for_backward(x_RI, rounded_OI)
-        ctx.weight = weight_OI
-        return x_RI @ rounded_OI.T
+    def forward(ctx: Any, x_RI: Tensor, rounded: Sequence[Tensor], *weights_OI: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x_RI, *rounded)
+        ctx.weights = weights_OI
+        return tuple(x_RI @ rounded_OI.T for rounded_OI in rounded)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        x_RI, rounded_OI = ctx.saved_tensors
-        weight_OI = ctx.weight
-        if weight_OI.requires_grad:
-            if weight_OI.grad is None:
-                weight_OI.grad = torch.zeros_like(weight_OI)
-            add_product(weight_OI.grad, grads[0], x_RI)
-        return grads[0] @ rounded_OI if ctx.needs_input_grad[0] else None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_RI, *rounded = ctx.saved_tensors
+        dx_RI = None
+        for grad_RO, rounded_OI, weight_OI in zip(grads, rounded, ctx.weights, strict=True):
+            if weight_OI.requires_grad:
+                if weight_OI.grad is None:
+                    weight_OI.grad = product_sum(grad_RO, x_RI, weight_OI.dtype)
+                else:
+                    add_product(weight_OI.grad, grad_RO, x_RI)
+            if ctx.needs_input_grad[0]:
+                dx_RI = grad_RO @ rounded_OI if dx_RI is None else dx_RI.addmm_(grad_RO, rounded_OI)
+        return dx_RI, None, *(None for _ in ctx.weights)

@@ -20,6 +20,7 @@ from components.draft.chains import ChainRows, Chains, cut_parts
 from components.draft.head import DraftHead
 from components.draft.losses import LossKind, Teacher, distillation_loss
 from components.draft.passes import MaskRow, Prefix, chain_pass, prefix_pass
+from kernels.chain_attention.layout import send
 
 
 @dataclass(frozen=True)
@@ -161,18 +162,19 @@ def _part_loss(
     options: StepOptions,
 ) -> tuple[Tensor, StepSums]:
     """Chain pass of one part, and the loss of its anchors' elements at every depth."""
-    rows = ChainRows.of(chains)
-    chain_RH = head.norm(chain_pass(head, batch, rows, leaves.prefix, leaves.key_value_grads))
-    depth_E = torch.cat([torch.zeros_like(chains.anchor_A), rows.depth_R])
-    token_E = batch.token_N[torch.cat([chains.anchor_A, rows.anchor_R])] + depth_E
-    target_E = head.draft_ids(batch.input_ids_T[token_E + 2])
+    rows = ChainRows.of(chains, batch)
+    chain_RH = head.norm(chain_pass(head, rows, leaves.prefix, leaves.key_value_grads))
+    anchor_R, depth_R, _ = chains.rows()
+    depth_E = torch.cat([torch.zeros_like(chains.anchor_A), depth_R])
+    token_E = batch.tokens_of(torch.cat([chains.anchor_A, anchor_R])) + depth_E
+    target_E = head.draft_ids(batch.input_ids_T[send(token_E + 2, batch.device)])
     result = distillation_loss(
         torch.cat([normed_AH, chain_RH]), head.lm_head.weight, teacher, batch.last_hidden_TH, token_E + 1, target_E,
         kind=options.loss, product_dtype=options.autocast,
     )  # fmt: skip
-    counts = (torch.bincount(depth_E[which], minlength=options.num_depths) for which in (
-        slice(None), result.hit_R, target_E < 0
-    ))  # fmt: skip
+    depth_E = send(depth_E, batch.device)
+    which = (torch.ones_like(result.hit_R), result.hit_R, target_E < 0)
+    counts = (depth_E.new_zeros(options.num_depths).scatter_add_(0, depth_E, found.long()) for found in which)
     return result.loss_sum, StepSums(result.loss_R.detach().double().sum(), *counts)
 
 

@@ -3,7 +3,7 @@
     python -m components.training.benchmark --json result.json
 
 A 4-layer head shaped for Qwen3-8B, one document of random features with every token supervised, K = 8, bf16 over fp32
-weights, AdamW over all parameters. A step is everything from the packed batch to the optimiser's end.
+weights, AdamW over all parameters. A step is all that the trainer does: batch from host memory to the optimiser's end.
 """
 
 import json
@@ -44,19 +44,19 @@ GROUPS = {
     "attention, cuDNN": ("cudnn", "sdpa"),
     "attention, Triton": ("_forward_kernel", "_delta_kernel", "_dq_kernel", "_dkv_kernel", "_band_kernel"),
     "loss": ("_loss_kernel",),
-    "optimiser": ("adam", "norm_", "multi_tensor"),
     "between products, compiled": ("triton_",),
+    "optimiser": ("adam", "norm_", "multi_tensor"),
 }
 
 
 def random_document(n: int) -> Document:
-    """n tokens, all of one answer; on the GPU, as a reader that runs ahead would leave it."""
+    """n tokens, all of one answer, in host memory: reading ahead and copying are part of a step."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def features(width: int) -> torch.Tensor:
-        return torch.randn(n, width, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(n, width, generator=generator, device="cuda", dtype=torch.bfloat16).cpu()
 
-    ids = torch.randint(0, HEAD.vocab_size - 1, (n,), generator=generator, device="cuda")
+    ids = torch.randint(0, HEAD.vocab_size - 1, (n,), generator=generator, device="cuda").cpu()
     width = HEAD.target_hidden_size
     return Document(ids, torch.ones_like(ids, dtype=torch.bool), features(HEAD.num_aux_layers * width), features(width))
 
@@ -141,19 +141,29 @@ def profile_ms(trainer: Trainer) -> dict[str, float]:
     return {k: round(v, 2) for k, v in [*sorted(found.items(), key=lambda item: -item[1]), *largest]}
 
 
-def peer(n: int, sampling: str, repeats: int) -> dict[str, Any]:
-    """The same step by speculators, in a process of its own.
+def peer(n: int, sampling: str, repeats: int, attention: str) -> dict[str, Any]:
+    """The same step by speculators, in a process of its own; with full attention, like ours, or its default window of 2048.
 
     Raises:
         SystemExit: it did not run; its own words are above.
     """
     keep, floor = COD[sampling]
-    command = [sys.executable, "-m", "components.training.benchmark_speculators", "--n", str(n)]
+    command = [
+        sys.executable,
+        "-m",
+        "components.training.benchmark_speculators",
+        "--n",
+        str(n),
+        "--attention",
+        attention,
+    ]
     command += ["--keep", str(keep), "--floor", str(floor), "--repeats", str(repeats)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"speculators' step failed ({done.returncode}); leave it out with --no-peer")
-    return {"side": "speculators", "sampling": sampling, **json.loads(done.stdout.splitlines()[-1])}
+    found = json.loads(done.stdout.splitlines()[-1])
+    above = found["peak_above_params_and_state_bytes"] / 2**30
+    return {"side": f"speculators, {attention}", "sampling": sampling, "above_state_gib": above, **found}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -183,13 +193,14 @@ def main(
     for n in lengths:
         for name in sampling:
             rows.append(measure(n, name, repeats, rows_per_part, profiled))
+            print(json.dumps(rows[-1]), flush=True)
             torch.cuda.empty_cache()
-            if compare:
-                rows.append(peer(n, name, repeats))
+            for attention in ("full", "sliding") if compare else ():
+                rows.append(peer(n, name, repeats, attention))
+                print(json.dumps(rows[-1]), flush=True)
             if result:  # after every row: a later one may not fit
                 device = torch.cuda.get_device_name()
                 result.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": rows}, indent=1))
-            print(json.dumps(rows[-2:] if compare else rows[-1]), flush=True)
     print_table(rows)
 
 

@@ -87,7 +87,7 @@ def prefix_bytes(head: HeadConfig, factor_bytes: int, recompute: bool) -> int:
     """What one depth-0 row keeps while the parts run: features, keys, values and their fp32 gradients, and its graph."""
     pairs = head.num_layers * 2 * head.num_kv_heads * head.head_dim * (factor_bytes + 4)
     inputs = factor_bytes * (head.num_aux_layers * head.target_hidden_size + 4 * head.hidden_size)
-    graph = head.num_layers * (4 * head.hidden_size if recompute else layer_bytes(head, factor_bytes))
+    graph = head.num_layers * ((4 + factor_bytes) * head.hidden_size if recompute else layer_bytes(head, factor_bytes))
     return inputs + pairs + graph
 
 

@@ -20,7 +20,7 @@ def reduce_gradients(parameters: Sequence[nn.Parameter], sums: Tensor) -> Tensor
         sums: [M] fp64 figures to be summed with them; sums[0] is the count of supervised elements.
 
     Returns:
-        [M] the sums over all ranks. The gradients are those of the *mean* loss over all supervised elements.
+        [M] the sums over all ranks; the gradients are those of the *sum* of all losses (`scale_gradients` divides).
     """
     for parameter in parameters:
         if parameter.grad is None:
@@ -32,11 +32,16 @@ def reduce_gradients(parameters: Sequence[nn.Parameter], sums: Tensor) -> Tensor
         dist.all_reduce(bucket)
         for grad, summed in zip(whole, bucket.split([g.numel() for g in whole]), strict=True):
             grad.copy_(summed.view_as(grad))
-    reduce_sums(sums)
-    count = float(sums[0])
-    if count > 0:
-        torch._foreach_div_(grads, count)
-    return sums
+    return reduce_sums(sums)
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], count: float, clip_norm: float) -> None:
+    """From gradients of a sum over `count` elements to those of the mean, no longer than `clip_norm`, in one pass."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = nn.utils.get_total_norm(grads) / count
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    torch._foreach_mul_(grads, (clip_norm / (norm + 1e-6)).clamp(max=1.0) / count)
 
 
 def reduce_sums(sums: Tensor) -> Tensor:

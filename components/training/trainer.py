@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from components.config import TrainConfig
 from components.draft.batch import Document, PackedBatch
-from components.draft.chains import ChainRecipe, sample_chains
+from components.draft.chains import ChainRecipe, Chains, sample_chains
 from components.draft.head import DraftHead
 from components.draft.losses import Teacher
 from components.draft.products import forget_rounded_weights
@@ -17,7 +18,7 @@ from components.draft.schedule import StepOptions, StepSums, accumulate_gradient
 from components.training.memory import CPU_ROWS_PER_PART, free_bytes, plan_step
 from components.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from components.training.order import Entry, epoch_order, rank_share, steps_per_epoch
-from components.training.reduce import reduce_gradients, reduce_sums
+from components.training.reduce import reduce_gradients, reduce_sums, scale_gradients
 from components.training.shard import is_sharded, whole
 from components.training.state import Progress
 
@@ -41,6 +42,10 @@ class Trainer:
         self.recipe = ChainRecipe(self.config.num_depths, self.config.chain_rate, self.config.chain_floor)
         self.options = step_options(self.config)
         self._orders: dict[int, list[Entry]] = {}
+        self._batches: Callable[[int], tuple[PackedBatch | None, Chains]] = self._prepare
+        if self._on_gpu:
+            self._copies = torch.cuda.Stream(self.device)
+            self._batches = ReadAhead(self._prepare, self._copies)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -57,31 +62,47 @@ class Trainer:
     def step(self) -> StepSums:
         """One optimiser step on the next global batch; the sums over all ranks."""
         started = time.monotonic()
-        epoch, step = divmod(self.progress.step, self.steps_per_epoch)
-        share = rank_share(self._order(epoch), step, self.config.documents_per_step, self.rank, self.world_size)
+        batch, chains = self._batches(self.progress.step)
         with whole(self.head):
-            sums = self._accumulate(share, epoch)
+            sums = self._accumulate(batch, chains)
         sums = unpack_sums(reduce_gradients(self.parameters, pack_sums(sums)))
         if int(sums.count) > 0:  # a step without a supervised token anywhere has no gradient to follow
-            nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
+            scale_gradients(self.parameters, float(sums.count), self.config.clip_norm)
             set_learning_rate(self.optimizer, learning_rate(self.progress.step, self.total_steps, self.config))
             self.optimizer.step()
             forget_rounded_weights(self.head)
-        self.optimizer.zero_grad(set_to_none=False)
+        # On a CPU fresh memory costs more than zeros; on a GPU the first product of the next step writes what would be zeroed.
+        self.optimizer.zero_grad(set_to_none=self._on_gpu)
         self.progress.step += 1
         self.progress.supervised_tokens += int(sums.count_D[0])
         self.progress.train_seconds += time.monotonic() - started
         return sums
 
-    def _accumulate(self, share: Sequence[Entry], epoch: int) -> StepSums:
-        if not share and not is_sharded(self.head):
+    @property
+    def _on_gpu(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
+    def _accumulate(self, batch: PackedBatch | None, chains: Chains) -> StepSums:
+        if batch is None:
             return StepSums.zeros(self.config.num_depths)
-        batch = PackedBatch.pack([self.read(entry) for entry in share or self.entries[:1]], self.device)
-        seeds = [(self.config.seed, epoch, entry.number) for entry in share or self.entries[:1]]
-        chains = sample_chains(batch, self.recipe, seeds)
-        if not share:  # nothing to learn, but under FSDP every rank makes every pass
-            chains = chains[:0]
         return accumulate_gradients(self.head, batch, chains, self.teacher, self.options_for(batch))
+
+    def _prepare(self, step: int) -> tuple[PackedBatch | None, Chains]:
+        """This rank's documents of a step, and their chains on the CPU; no batch when it has none and none is needed."""
+        epoch, step = divmod(step, self.steps_per_epoch)
+        share = rank_share(self._order(epoch), step, self.config.documents_per_step, self.rank, self.world_size)
+        if not share and not is_sharded(self.head):
+            return None, Chains.none()
+        batch = PackedBatch.pack([self.read(entry) for entry in share or self.entries[:1]])
+        if not share:  # nothing to learn, but under FSDP every rank makes every pass
+            return batch.to(self.device), Chains.none()
+        seeds = [(self.config.seed, epoch, entry.number) for entry in share]
+        chains = sample_chains(batch.outline(), self.recipe, seeds)
+        if not self._on_gpu:
+            return batch.to(self.device), chains
+        with torch.cuda.stream(self._copies):
+            batch = batch.pin_memory().to(self.device)
+        return batch, chains
 
     def options_for(self, batch: PackedBatch) -> StepOptions:
         """The options with the part size and checkpointing that this batch leaves room for."""
@@ -98,6 +119,26 @@ class Trainer:
         if epoch not in self._orders:
             self._orders = {epoch: epoch_order(self.entries, self.config.seed, epoch)}
         return self._orders[epoch]
+
+
+class ReadAhead:
+    """Prepares the next step's batch, and copies it to the GPU, while the GPU computes this one."""
+
+    def __init__(self, prepare: Callable[[int], tuple[PackedBatch | None, Chains]], copies: torch.cuda.Stream) -> None:
+        self.prepare = prepare
+        self.copies = copies
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+        self.next: tuple[int, Future[tuple[PackedBatch | None, Chains]]] | None = None
+
+    def __call__(self, step: int) -> tuple[PackedBatch | None, Chains]:
+        if self.next is None or self.next[0] != step:  # the first one, or a trainer that was moved
+            self.next = (step, self.pool.submit(self.prepare, step))
+        batch, chains = self.next[1].result()
+        if batch is not None:
+            torch.cuda.current_stream().wait_stream(self.copies)
+            batch.record_stream(torch.cuda.current_stream())
+        self.next = (step + 1, self.pool.submit(self.prepare, step + 1))
+        return batch, chains
 
 
 def step_options(config: TrainConfig) -> StepOptions:

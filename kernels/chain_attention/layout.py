@@ -4,7 +4,7 @@ Legend: R chain rows, N prefix rows, H query heads, G key heads, D head dimensio
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -96,12 +96,35 @@ class RowLayout:
         covered = sum(block.rows.stop - block.rows.start for block in self.blocks if block.causal)
         return None if self.num_rows and covered == self.num_rows else self._edge(self.blocks)
 
+    def to(self, device: torch.device) -> "RowLayout":
+        """The same layout on another device, cut where it was: a GPU then waits for nothing."""
+        if self.anchor_R.device == device:
+            return self
+        first_R = None if self.first_R is None else send(self.first_R, device)
+        moved = replace(
+            self, anchor_R=send(self.anchor_R, device), first_R=first_R, doc_start_R=send(self.doc_start_R, device)
+        )
+        edge = self.edge
+        moved.__dict__["blocks"] = self.blocks  # what the two cached properties would find
+        moved.__dict__["edge"] = edge and edge._replace(
+            anchor_R=send(edge.anchor_R, device),
+            start_R=send(edge.start_R, device),
+            first_R=None if edge.first_R is None else send(edge.first_R, device),
+        )
+        return moved
+
     def _edge(self, blocks: Sequence[Block]) -> Edge:
         start_R = self.doc_start_R.to(torch.int32, copy=True)
         for block in blocks:
             start_R[block.rows] = self.anchor_R[block.rows] + 1 if block.causal else block.keys.stop
         first_R = None if self.first_R is None else self.first_R.to(torch.int32)
         return Edge(self.anchor_R.to(torch.int32), start_R, first_R, self.max_chain)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device` that the host does not wait for."""
+    pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

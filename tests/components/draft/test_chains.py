@@ -80,10 +80,13 @@ def test_draws_depend_on_the_document_alone() -> None:
 
 
 def test_rows_are_sorted_and_chains_contiguous() -> None:
-    rows = ChainRows.of(Chains(torch.tensor([2, 5, 6, 9]), torch.tensor([2, 0, 3, 1])))
+    batch = PackedBatch.pack([tiny_document(tiny_config(), n, [], seed=n) for n in (7, 9)])  # rows 0..5 and 6..13
+    rows = ChainRows.of(Chains(torch.tensor([2, 5, 6, 9]), torch.tensor([2, 0, 3, 1])), batch)
     assert rows.anchor_R.tolist() == [2, 2, 6, 6, 6, 9]
     assert rows.depth_R.tolist() == [1, 2, 1, 2, 3, 1]
-    assert rows.first_R.tolist() == [0, 0, 2, 2, 2, 5]
+    assert rows.position_R.tolist() == [3, 4, 1, 2, 3, 4]
+    assert rows.layout.first_R.tolist() == [0, 0, 2, 2, 2, 5]
+    assert rows.layout.doc_start_R.tolist() == [0, 0, 6, 6, 6, 6]
 
 
 @settings(max_examples=60, deadline=None)

@@ -49,7 +49,7 @@ def test_the_estimate_covers_what_autograd_keeps() -> None:
     head = tiny_head(config).float()
     batch = PackedBatch.pack([tiny_document(config, 100, [(2, 100)], seed=1)])
     prefix = prefix_pass(head, batch)
-    rows = ChainRows.of(supervised_chains(batch, 4))
+    rows = ChainRows.of(supervised_chains(batch, 4), batch)
     kept: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def test_the_estimate_covers_what_autograd_keeps() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
-        out = chain_pass(head, batch, rows, prefix)
+        out = chain_pass(head, rows, prefix)
     assert out.shape[0] == len(rows.anchor_R)
     estimate = len(rows.anchor_R) * config.num_layers * layer_bytes(config, factor_bytes=4)
     # Above 1 on a CPU alone: there silu's result is kept besides, which the compiled function of a GPU computes again.

@@ -13,7 +13,7 @@ from components.draft.head import DraftHead, HeadConfig
 from components.draft.losses import Teacher
 from components.training.memory import local
 from components.training.order import Entry
-from components.training.reduce import reduce_gradients
+from components.training.reduce import reduce_gradients, scale_gradients
 from components.training.shard import shard_head, whole_tensor
 from components.training.state import load_progress, load_weights, save_state
 from components.training.trainer import Trainer
@@ -88,6 +88,7 @@ def reduce_uneven(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     count = (1, 9)[rank]
     parameter.grad = torch.full((1,), 2.0 * count)  # every supervised element contributes 2
     sums = reduce_gradients([parameter], torch.tensor([count, 0.0], dtype=torch.float64))
+    scale_gradients([parameter], float(sums[0]), clip_norm=100.0)
     return parameter.grad, sums
 
 
@@ -188,6 +189,19 @@ def test_a_batch_without_a_supervised_token_changes_nothing() -> None:
     assert int(sums.count) == 0
     assert torch.equal(weights(trainer), before)
     assert trainer.progress.step == 1
+
+
+@pytest.mark.parametrize(("clip_norm", "scale"), [(10.0, 1 / 4), (2.5, 1 / 8)])
+def test_gradients_become_those_of_the_mean_and_no_longer_than_the_clip(clip_norm: float, scale: float) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    parameters[0].grad, parameters[1].grad = (
+        torch.tensor([12.0, 0.0]),
+        torch.tensor([0.0, 16.0]),
+    )  # of a sum over 4: 3 and 4
+    scale_gradients(parameters, 4.0, clip_norm)
+    torch.testing.assert_close(parameters[0].grad, torch.tensor([12.0 * scale, 0.0]))
+    torch.testing.assert_close(parameters[1].grad, torch.tensor([0.0, 16.0 * scale]))
+    assert parameters[2].grad is None
 
 
 def test_loss_falls_on_repeated_documents() -> None:
