@@ -31,7 +31,7 @@ def ray_service(port: int, dashboard_port: int, num_cpus: int) -> Service:
         "AERIE_ROOT": str(ROOT),  # an uploaded job puts relative storage here
         "RAY_AUTH_MODE": "token",
         # Ray gives workers the lowest priority but four: beside its own processes an engine lost a quarter of its speed.
-        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0"),
+        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0"),  # noqa: SIM112 (Ray spells it so)
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's switch for a one-machine cluster: every port on loopback
     }
     ports = {"RAY_PORT": port, "RAY_DASHBOARD_PORT": dashboard_port}

@@ -6,6 +6,7 @@ A 4-layer head shaped for Qwen3-8B, one document of random features with every t
 weights, AdamW over all parameters. A step is all that the trainer does: batch from host memory to the optimiser's end.
 """
 
+import gc
 import json
 import statistics
 import subprocess
@@ -98,6 +99,9 @@ def timed_ms(call: Callable[[], Any]) -> float:
 
 def measure(n: int, sampling: str, repeats: int, rows_per_part: int | None, profiled: bool = False) -> dict[str, Any]:
     """Median time of a step and what it held above parameters and optimiser state."""
+    gc.collect()  # an earlier case's trainer, which its own thread refers to
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
     document = random_document(n)
     trainer = make_trainer(document, COD[sampling], rows_per_part)
     for _ in range(1 if repeats == 1 else 3):
@@ -114,8 +118,7 @@ def measure(n: int, sampling: str, repeats: int, rows_per_part: int | None, prof
         "side": "aerie", "n": n, "sampling": sampling, "rows": elements, "ms": ms, "tokens_per_s": n / ms * 1e3,
         "floor_ms": floor, "share_of_floor": floor / ms, "rows_per_part": options.rows_per_part,
         "recompute_prefix": options.recompute_prefix, "state_gib": state / 2**30,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "above_state_gib": (torch.cuda.max_memory_allocated() - state) / 2**30,
+        "above_state_gib": (torch.cuda.max_memory_allocated() - before - state) / 2**30,
     }  # fmt: skip
     if profiled:
         row["profile_ms"] = profile_ms(trainer)
@@ -141,7 +144,7 @@ def profile_ms(trainer: Trainer) -> dict[str, float]:
     return {k: round(v, 2) for k, v in [*sorted(found.items(), key=lambda item: -item[1]), *largest]}
 
 
-def peer(n: int, sampling: str, repeats: int, attention: str) -> dict[str, Any]:
+def peer(n: int, sampling: str, repeats: int, attention: str, loss: str) -> dict[str, Any]:
     """The same step by speculators, in a process of its own; with full attention, like ours, or its default window of 2048.
 
     Raises:
@@ -158,6 +161,7 @@ def peer(n: int, sampling: str, repeats: int, attention: str) -> dict[str, Any]:
         attention,
     ]
     command += ["--keep", str(keep), "--floor", str(floor), "--repeats", str(repeats)]
+    command += ["--loss-implementation", loss]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"speculators' step failed ({done.returncode}); leave it out with --no-peer")
@@ -182,6 +186,10 @@ def main(
     sampling: Annotated[list[str], typer.Option(help=f"Which chains: {', '.join(COD)}. Repeatable.")] = list(COD),
     rows_per_part: Annotated[int | None, typer.Option(help="Elements of a part; by default as memory allows.")] = None,
     compare: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure speculators beside it.")] = True,
+    peer_loss: Annotated[
+        str,
+        typer.Option(help="speculators' loss: fused (its default, which did not compile with torch 2.11) or eager."),
+    ] = "eager",
     profiled: Annotated[bool, typer.Option("--profile", help="Where the step's time goes, by kind of kernel.")] = False,
     repeats: Annotated[int, typer.Option(help="Steps that count; 1 also means a single step to warm up.")] = 10,
     result: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
@@ -194,9 +202,8 @@ def main(
         for name in sampling:
             rows.append(measure(n, name, repeats, rows_per_part, profiled))
             print(json.dumps(rows[-1]), flush=True)
-            torch.cuda.empty_cache()
             for attention in ("full", "sliding") if compare else ():
-                rows.append(peer(n, name, repeats, attention))
+                rows.append(peer(n, name, repeats, attention, peer_loss))
                 print(json.dumps(rows[-1]), flush=True)
             if result:  # after every row: a later one may not fit
                 device = torch.cuda.get_device_name()

@@ -20,7 +20,7 @@ LARGE = replace(
 
 
 def test_parts_grow_with_the_memory_up_to_the_size_that_gains_nothing() -> None:
-    sizes = [plan_step(LARGE, 8192, gib * GIB).rows_per_part for gib in (20, 30, 60, 2000)]
+    sizes = [plan_step(LARGE, 8192, gib * GIB).rows_per_part for gib in (10, 14, 16, 2000)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[1] < sizes[-1] == MOST_ROWS_PER_PART
 
