@@ -50,7 +50,7 @@ class DataConfig(Section):
     """Families never trained on; evaluation and A/B traffic come from them."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=0.4)] = 0.05
     """Share of the other prompts, by hash of their content, kept for the in-training metric."""
-    max_new_tokens: Count = 96
+    max_new_tokens: Count = 80
     """Longest answer, in tokens."""
     temperature: Annotated[float, Field(ge=0.0)] = 0.0
     """Sampling temperature of the answers: use the one that serving uses."""
@@ -82,7 +82,7 @@ class TrainConfig(Section):
     """Passes over the training documents."""
     num_depths: Annotated[int, Field(ge=2)] = 4
     """K in training: a chain has depths 0..num_depths-1."""
-    chain_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
+    chain_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     """r: share of anchors whose chain reaches depth d is max(r^d, chain_floor)."""
     chain_floor: Share = 0.0
     """r_min: smallest share of anchors at any depth."""
