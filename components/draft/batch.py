@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -93,10 +94,14 @@ class PackedBatch:
             self.doc_lengths,
         )
 
-    def tokens_of(self, rows: Tensor) -> Tensor:
-        """Index in the packed tokens of the features of some depth-0 rows, worked out where the rows are."""
+    def places_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Of some depth-0 rows: the index of their feature among the packed tokens, and the first row of their document.
+
+        Worked out where the rows are, which may be the CPU while the batch is on a GPU.
+        """
         ends = torch.tensor(self.doc_rows, device=rows.device).cumsum(0)
-        return rows + torch.searchsorted(ends, rows, right=True)
+        document = torch.searchsorted(ends, rows, right=True)
+        return rows + document, F.pad(ends, (1, 0))[document]
 
     @cached_property
     def doc_rows(self) -> tuple[int, ...]:

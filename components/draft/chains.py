@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from components.draft.batch import PackedBatch
@@ -79,9 +78,7 @@ class ChainRows:
     def of(cls, chains: Chains, batch: PackedBatch) -> "ChainRows":
         """All is worked out where the chains are: on the CPU, it does not make a GPU wait."""
         anchor_R, depth_R, first_R = chains.rows()
-        ends = torch.tensor(batch.doc_rows, device=anchor_R.device).cumsum(0)
-        starts = F.pad(ends, (1, 0))
-        start_R = starts[torch.searchsorted(ends, anchor_R, right=True)]
+        _, start_R = batch.places_of(anchor_R)
         max_chain = int(depth_R.max()) if len(depth_R) else 1
         layout = RowLayout.of_chains(anchor_R, first_R, start_R, max_chain, sum(batch.doc_rows))
         position_R = anchor_R - start_R + depth_R

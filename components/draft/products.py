@@ -53,31 +53,42 @@ def product_dtype(x: Tensor) -> torch.dtype | None:
 
 def project_together(x: Tensor, *layers: Projection) -> tuple[Tensor, ...]:
     """What each layer makes of the same input; their gradients of it are summed by the products themselves."""
+    weights = [layer.weight for layer in layers]
     dtype = product_dtype(x)
     if dtype is None:
-        return tuple(F.linear(x, layer.weight) for layer in layers)
-    rounded = [layer.rounded_weight(dtype) for layer in layers]
-    return _Products.apply(x.to(dtype), rounded, *(layer.weight for layer in layers))
+        return tuple(F.linear(x, weight) for weight in weights)
+    return mixed_products(x.to(dtype), weights, [layer.rounded_weight(dtype) for layer in layers])
 
 
-def mixed_products(x_RI: Tensor, *weights_OI: Tensor) -> tuple[Tensor, ...]:
-    """[R, O] x @ weight.T for each weight, in the dtype of x; the backward adds the weights' gradients to their `grad`."""
-    return _Products.apply(x_RI, [weight_OI.detach().to(x_RI.dtype) for weight_OI in weights_OI], *weights_OI)
+def mixed_products(x_RI: Tensor, weights_OI: Sequence[Tensor], rounded_OI: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """[R, O] x @ rounded.T for each weight; the backward adds the weights' gradients to their `grad`, in the weights' dtype.
+
+    Args:
+        x_RI: [R, I] input.
+        weights_OI: [O, I] each, what is trained.
+        rounded_OI: the weights in the dtype of x.
+    """
+    return _Products.apply(x_RI, rounded_OI, *weights_OI)
 
 
 def add_product(sum_OI: Tensor, left_RO: Tensor, right_RI: Tensor) -> None:
     """Adds left.T @ right to `sum_OI` in place, rounding nothing to the factors' dtype on a GPU."""
-    if sum_OI.is_cuda and sum_OI.dtype == torch.float32 and left_RO.element_size() == 2:
+    if _keeps_fp32_sums(left_RO, sum_OI.dtype):
         torch.addmm(sum_OI, left_RO.T, right_RI, out_dtype=torch.float32, out=sum_OI)
     else:
         sum_OI.add_(left_RO.T @ right_RI)
 
 
 def product_sum(left_RO: Tensor, right_RI: Tensor, dtype: torch.dtype) -> Tensor:
-    """left.T @ right in `dtype`, as `add_product` sums."""
-    if left_RO.is_cuda and dtype == torch.float32 and left_RO.element_size() == 2:
+    """left.T @ right in `dtype`: where `add_product` starts, without zeros to add to."""
+    if _keeps_fp32_sums(left_RO, dtype):
         return torch.mm(left_RO.T, right_RI, out_dtype=torch.float32)
     return (left_RO.T @ right_RI).to(dtype)
+
+
+def _keeps_fp32_sums(factor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether cuBLAS can hand out the sums that it makes of rounded factors."""
+    return factor.is_cuda and dtype == torch.float32 and factor.element_size() == 2
 
 
 class _Products(torch.autograd.Function):

@@ -166,7 +166,7 @@ def _part_loss(
     chain_RH = head.norm(chain_pass(head, rows, leaves.prefix, leaves.key_value_grads))
     anchor_R, depth_R, _ = chains.rows()
     depth_E = torch.cat([torch.zeros_like(chains.anchor_A), depth_R])
-    token_E = batch.tokens_of(torch.cat([chains.anchor_A, anchor_R])) + depth_E
+    token_E = batch.places_of(torch.cat([chains.anchor_A, anchor_R]))[0] + depth_E
     target_E = head.draft_ids(batch.input_ids_T[send(token_E + 2, batch.device)])
     result = distillation_loss(
         torch.cat([normed_AH, chain_RH]), head.lm_head.weight, teacher, batch.last_hidden_TH, token_E + 1, target_E,

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -30,9 +29,8 @@ from components.draft.head_config import HeadConfig
 from components.draft.losses import Teacher
 from components.training.order import Entry
 from components.training.trainer import Trainer
+from kernels.chain_attention.benchmark import COD, K, Lengths, Result, Sampling, require_gpu, write_result
 
-K = 8
-COD = {"COD .7/.2": (0.7, 0.2), "COD .8": (0.8, 0.0), "all rows": (1.0, 0.0)}
 HEAD = HeadConfig(
     hidden_size=4096, target_hidden_size=4096, aux_layers=(2, 18, 33), num_layers=4, num_heads=32, num_kv_heads=8,
     head_dim=128, intermediate_size=12288, vocab_size=151936, draft_vocab_size=32000, rms_norm_eps=1e-6,
@@ -182,8 +180,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def main(
-    lengths: Annotated[list[int], typer.Option("--n", help="Tokens of the document. Repeatable.")] = [8192],
-    sampling: Annotated[list[str], typer.Option(help=f"Which chains: {', '.join(COD)}. Repeatable.")] = list(COD),
+    lengths: Lengths = [8192],
+    sampling: Sampling = list(COD),
     rows_per_part: Annotated[int | None, typer.Option(help="Elements of a part; by default as memory allows.")] = None,
     compare: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure speculators beside it.")] = True,
     peer_loss: Annotated[
@@ -192,11 +190,10 @@ def main(
     ] = "eager",
     profiled: Annotated[bool, typer.Option("--profile", help="Where the step's time goes, by kind of kernel.")] = False,
     repeats: Annotated[int, typer.Option(help="Steps that count; 1 also means a single step to warm up.")] = 10,
-    result: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
+    result: Result = None,
 ) -> None:
     """Time a training step of a head for Qwen3-8B on this GPU, against speculators'."""
-    if not torch.cuda.is_available():
-        raise SystemExit("no GPU: this benchmark measures CUDA kernels")
+    require_gpu()
     rows = []
     for n in lengths:
         for name in sampling:
@@ -205,9 +202,7 @@ def main(
             for attention in ("full", "sliding") if compare else ():
                 rows.append(peer(n, name, repeats, attention, peer_loss))
                 print(json.dumps(rows[-1]), flush=True)
-            if result:  # after every row: a later one may not fit
-                device = torch.cuda.get_device_name()
-                result.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": rows}, indent=1))
+            write_result(result, rows)  # after every case: a later one may not fit
     print_table(rows)
 
 

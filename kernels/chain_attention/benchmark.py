@@ -33,6 +33,11 @@ PEAK_TFLOPS = 989.0
 
 Forward = Callable[[], Sequence[Tensor]]
 
+# Options of every benchmark of heads.
+Lengths = Annotated[list[int], typer.Option("--n", help="Tokens of the document. Repeatable.")]
+Sampling = Annotated[list[str], typer.Option(help=f"Which chains: {', '.join(COD)}. Repeatable.")]
+Result = Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -188,22 +193,28 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     Console(width=140).print(table)
 
 
+def require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU: this benchmark measures CUDA kernels")
+
+
+def write_result(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    """The figures and what they depend on; nothing without a path."""
+    if path:
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+        path.write_text(json.dumps(about | {"rows": rows}, indent=1))
+
+
 def main(
-    lengths: Annotated[list[int], typer.Option("--n", help="Tokens of the document. Repeatable.")] = [
-        2048,
-        8192,
-        20480,
-        65536,
-    ],
-    sampling: Annotated[list[str], typer.Option(help=f"Which chains: {', '.join(COD)}. Repeatable.")] = list(COD),
+    lengths: Lengths = [2048, 8192, 20480, 65536],
+    sampling: Sampling = list(COD),
     shapes: Annotated[list[str], typer.Option(help=f"Heads: {', '.join(SHAPES)}. Repeatable.")] = list(SHAPES),
     flex: Annotated[bool, typer.Option(help="Measure FlexAttention beside it.")] = True,
     repeats: Annotated[int, typer.Option(help="Turns; fewer for long documents.")] = 20,
-    result: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
+    result: Result = None,
 ) -> None:
     """Time one layer's P-EAGLE attention (K = 8) on this GPU against FlexAttention."""
-    if not torch.cuda.is_available():
-        raise SystemExit("no GPU: this benchmark measures CUDA kernels")
+    require_gpu()
     rows = []
     for n in lengths:
         for heads in shapes:
@@ -212,10 +223,7 @@ def main(
                 rows += measure(case, flex, max(3, min(repeats, repeats * 8192 // n)))
                 torch.cuda.empty_cache()
     print_table(rows)
-    if result:
-        device = torch.cuda.get_device_name()
-        record = {"device": device, "torch": torch.__version__, "cuda": torch.version.cuda, "rows": rows}
-        result.write_text(json.dumps(record, indent=1))
+    write_result(result, rows)
 
 
 if __name__ == "__main__":
