@@ -164,8 +164,7 @@ def peer(n: int, sampling: str, repeats: int, attention: str, loss: str) -> dict
     if done.returncode:
         raise SystemExit(f"speculators' step failed ({done.returncode}); leave it out with --no-peer")
     found = json.loads(done.stdout.splitlines()[-1])
-    above = found["peak_above_params_and_state_bytes"] / 2**30
-    return {"side": f"speculators, {attention}", "sampling": sampling, "above_state_gib": above, **found}
+    return {"side": f"speculators, {attention}", "sampling": sampling, **found}
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
