@@ -1,7 +1,5 @@
 """Running a list of stages in order: what exists is kept, what is missing is made, `--plan` only says which is which."""
 
-import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -106,12 +104,6 @@ class Pipeline:
             artifact.manifest["bytes"] / 1e6,
             _rows(artifact),
         )
-
-
-def run_key(settings: Settings) -> str:
-    """What names a run in MLflow: the settings that can change a result."""
-    identity = settings.model_dump(mode="json", exclude={"resources", "storage", "mlflow"})
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_disk(storage: Location, needed_bytes: int) -> None:

@@ -1,5 +1,7 @@
 """MLflow: one run for one set of settings, one vocabulary of names, and nothing non-finite in it."""
 
+import hashlib
+import json
 import logging
 import math
 import time
@@ -14,12 +16,15 @@ from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from components.config import ConfigError
+from components.config import ConfigError, Settings
+from components.lease import Lease, LeaseHeld
+from components.storage import Location
 
 log = logging.getLogger("aerie")
 
 RUN_KEY_TAG = "aerie.run_key"
 METRICS_PER_CALL = 1000  # MLflow takes no more
+LEASE_TTL_S = 60.0  # of the right to make a run
 PARAM_VALUE_LIMIT = 500  # characters; longer values go into an artifact
 
 
@@ -33,7 +38,16 @@ class Tracker:
     tracking_uri: str
     experiment: str
     run_key: str
+    lease: Location
+    """Who holds it may make the run: MLflow itself would make one for each of several that ask at once."""
     _run_id: str | None = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Tracker":
+        """The tracker of these settings' run; `storage.uri` must be absolute."""
+        key = run_key(settings)
+        lease = Location(settings.storage.uri).join("_runs", f"{key}.json")
+        return cls(settings.mlflow.tracking_uri, settings.mlflow.experiment, key, lease)
 
     @property
     def client(self) -> MlflowClient:
@@ -129,21 +143,29 @@ class Tracker:
         return runs[0]
 
     def _create(self) -> Run:
-        mine = self.client.create_run(
-            self.experiment_id, tags={RUN_KEY_TAG: self.run_key}, run_name=f"aerie-{self.run_key[:8]}"
-        )
-        first = self._runs()[0]
-        if first.info.run_id != mine.info.run_id:  # another process of this run was first
-            self.client.delete_run(mine.info.run_id)
-        return first
+        """Make the run, or find the one that another process made meanwhile."""
+        while True:
+            try:
+                with Lease(self.lease, LEASE_TTL_S):
+                    return self._find() or self.client.create_run(
+                        self.experiment_id, tags={RUN_KEY_TAG: self.run_key}, run_name=f"aerie-{self.run_key[:8]}"
+                    )
+            except LeaseHeld:
+                time.sleep(0.1)
 
     def _runs(self) -> list[Run]:
-        """The runs of this key, oldest first: one, but for a moment when several processes make it at once."""
+        """The runs of this key, oldest first (more than one only where runs with other storages began at the same moment)."""
         return self.client.search_runs(
             [self.experiment_id],
             f"tags.`{RUN_KEY_TAG}` = '{self.run_key}'",
             order_by=["attributes.start_time ASC", "attributes.run_id ASC"],
         )
+
+
+def run_key(settings: Settings) -> str:
+    """What names a run in MLflow: the settings that can change a result."""
+    identity = settings.model_dump(mode="json", exclude={"resources", "storage", "mlflow"})
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _finite(figures: Mapping[str, float | None]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from components.config import ConfigError, Settings, load_settings
 from components.lease import LeaseHeld, LeaseLost
-from components.pipeline import Pipeline, Selection, run_key
+from components.pipeline import Pipeline, Selection
 from components.publishing.bundle import BundleError
 from components.publishing.registry import ChampionChanged
 from components.serving.waiting import DeploymentFailed
@@ -75,7 +75,7 @@ def run_pipeline(
     selection: Selection,
 ) -> Pipeline:
     """Load the settings and run (or plan) the stages; the pipeline with its artifacts comes back."""
-    settings = load_settings(config, cluster, overrides)
+    settings = with_absolute_storage(load_settings(config, cluster, overrides))
     installed = installed_vllm()
     warning = warn_if_untested(installed) if installed else "vLLM is not installed: stages that need it will fail"
     if warning:
@@ -94,15 +94,18 @@ def run_pipeline(
 
 
 def make_pipeline(stages: Sequence[Stage], settings: Settings) -> Pipeline:
-    tracker = Tracker(settings.mlflow.tracking_uri, settings.mlflow.experiment, run_key(settings))
-    return Pipeline(stages, settings, storage_location(settings), tracker, connect_to_ray)
+    return Pipeline(stages, settings, Location(settings.storage.uri), Tracker.of(settings), connect_to_ray)
 
 
-def storage_location(settings: Settings) -> Location:
-    """Where outputs go; a relative folder starts at the project root, never in a job's throw-away upload."""
-    uri = settings.storage.uri
+def with_absolute_storage(settings: Settings) -> Settings:
+    """The settings with the place where outputs go: a relative folder starts at the project root, never in a job's throw-away upload."""
+    storage = settings.storage.model_copy(update={"uri": _absolute(settings.storage.uri)})
+    return settings.model_copy(update={"storage": storage})
+
+
+def _absolute(uri: str) -> str:
     if "://" in uri or Path(uri).expanduser().is_absolute():
-        return Location(uri if "://" in uri else str(Path(uri).expanduser()))
+        return uri if "://" in uri else str(Path(uri).expanduser())
     root = Path(os.environ.get("AERIE_ROOT", CODE_ROOT))
     if RAY_UPLOAD_MARK in root.parts:
         raise ConfigError(
@@ -110,7 +113,7 @@ def storage_location(settings: Settings) -> Location:
             f"the relative folder {uri!r} would be thrown away with this job's upload",
             "give an absolute path or s3://bucket/prefix, or start Ray with `make up`",
         )
-    return Location(str(root / uri))
+    return str(root / uri)
 
 
 def connect_to_ray() -> None:

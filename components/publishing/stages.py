@@ -12,7 +12,6 @@ from mlflow.tracking import MlflowClient
 from components.config import ConfigError, Settings
 from components.evaluation.gate import Reason, Verdict
 from components.evaluation.summary import evaluation_verdict
-from components.pipeline import run_key
 from components.publishing.bundle import HEAD_FILES, digest_of_sums
 from components.publishing.evidence import Evidence, verdict_json
 from components.publishing.incumbent import Candidate, describe, find_champion, find_incumbent, store_head
@@ -87,7 +86,7 @@ def publish_stage(settings: Settings) -> Stage:
     """Asks the gate, builds the bundle and the report, fills the MLflow run, registers and promotes."""
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        tracker = Tracker(settings.mlflow.tracking_uri, settings.mlflow.experiment, run_key(settings))
+        tracker = Tracker.of(settings)
         tracker.check()
         try:
             with mlflow_errors(settings.mlflow.tracking_uri):
@@ -159,7 +158,7 @@ def _candidate(settings: Settings, inputs: Mapping[str, Artifact]) -> Candidate:
 
 def _client(settings: Settings) -> MlflowClient:
     """A client of a server that answers; ConfigError when none does."""
-    tracker = Tracker(settings.mlflow.tracking_uri, settings.mlflow.experiment, run_key(settings))
+    tracker = Tracker.of(settings)
     tracker.check()
     return tracker.client
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from components.config import ConfigError, Settings, load_settings
-from components.pipeline import Pipeline, Selection, check_disk, run_key
+from components.pipeline import Pipeline, Selection, check_disk
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.tracking import Tracker
@@ -48,9 +48,8 @@ def chain(settings: Settings) -> Sequence[Stage]:
 
 
 def make(folder: Path, *overrides: str) -> Pipeline:
-    settings = load_settings(None, None, [*overrides, f"mlflow.tracking_uri={NOWHERE}"])
-    tracker = Tracker(settings.mlflow.tracking_uri, "test", run_key(settings))
-    return Pipeline(chain(settings), settings, Location(str(folder)), tracker)
+    settings = load_settings(None, None, [*overrides, f"mlflow.tracking_uri={NOWHERE}", f"storage.uri={folder}"])
+    return Pipeline(chain(settings), settings, Location(str(folder)), Tracker.of(settings))
 
 
 def run(folder: Path, *overrides: str, selection: Selection = Selection()) -> list[str]:
@@ -106,12 +105,6 @@ def test_the_plan_names_what_would_run_and_writes_nothing(tmp_path: Path) -> Non
         ("report", "run"),
     ]
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_the_run_key_is_what_can_change_a_result() -> None:
-    base = run_key(load_settings(None))
-    assert run_key(load_settings(None, None, ["resources.train.replicas=2", "storage.uri=/x"])) == base
-    assert run_key(load_settings(None, None, ["train.epochs=9"])) != base
 
 
 def test_a_disk_that_is_too_small_is_refused_up_front(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from components.evaluation.acceptance import RequestRecord
 from components.evaluation.arms import Arm, baseline_arms
 from components.evaluation.results import Answer, ArmResult, Speed, save_result
 from components.evaluation.summary import HeadIdentity, needed_arms, summarise, write_summary
-from components.pipeline import Pipeline, run_key
+from components.pipeline import Pipeline
 from components.publishing.bundle import head_digest
 from components.publishing.stages import incumbent_stage, publish_stage
 from components.stage import Artifact, Outcome, Output, RowAccount, Stage
@@ -53,10 +53,9 @@ def rehearse(
         on_stage: Called with the name of each stage that runs, before it writes.
         target_digest: Of the target.
     """
-    settings = load_settings(None, None, [f"mlflow.tracking_uri={server}", *overrides])
+    settings = load_settings(None, None, [f"mlflow.tracking_uri={server}", f"storage.uri={folder}", *overrides])
     stages = rehearsed_stages(settings, quality, on_stage, target_digest)
-    tracker = Tracker(server, settings.mlflow.experiment, run_key(settings))
-    return Pipeline(stages, settings, Location(str(folder)), tracker)
+    return Pipeline(stages, settings, Location(str(folder)), Tracker.of(settings))
 
 
 def rehearsed_stages(
