@@ -39,7 +39,7 @@ up: env ## Start the Ray head and the MLflow server of this machine, if they are
 	@$(BIN)/python -m clusters.local up
 
 demo: up ## From prompts to a verdict on this machine: submit the main job and follow it
-	@$(BIN)/ray job submit --log-color=false -- pipelines/full.py --cluster clusters/laptop.yaml \
+	@$(BIN)/ray job submit --log-color=false -- pipelines/full.py --cluster clusters/laptop.yaml --set data.max_prompts=400 \
 	  --set mlflow.tracking_uri=http://127.0.0.1:$(MLFLOW_PORT)
 
 down: ## Stop what `make up` started here, and nothing else

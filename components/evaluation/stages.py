@@ -33,13 +33,14 @@ def preflight_stage(settings: Settings) -> Stage:
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
         from components.evaluation.preflight import check_report
-        from components.evaluation.tasks import PREFLIGHT, RECORDED, compare_task, record_task, run_task
+        from components.evaluation.tasks import PREFLIGHT, RECORDED, compare_task, fresh_processes, record_task
 
         job = _job(settings, inputs, output)
         head = str(inputs["head"].join(HEAD_FOLDER).path)
-        if not output.join(RECORDED).exists():
-            run_task("preflight: vLLM drafts", job, record_task, head_arm("preflight", head, k))
-        run_task("preflight: we draft", job, compare_task, head)
+        with fresh_processes(job) as processes:
+            if not output.join(RECORDED).exists():
+                processes.run("preflight: vLLM drafts", record_task, job, head_arm("preflight", head, k))
+            processes.run("preflight: we draft", compare_task, job, head)
         facts = json.loads(output.join(PREFLIGHT).read_bytes())
         check_report(_report(facts))
         log.info("preflight: %d of %d drafted tokens equal", facts["equal"], facts["compared"])
@@ -63,17 +64,18 @@ def evaluation_stage(settings: Settings) -> Stage:
         )
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        from components.evaluation.tasks import WALKED, measure_task, run_task, walk_task
+        from components.evaluation.tasks import WALKED, fresh_processes, measure_task, walk_task
 
         job = _job(settings, inputs, output)
         candidate, champion = _candidate(settings, inputs), _champion(inputs["incumbent"])
         arms = needed_arms(baseline_arms(settings.evaluate.baselines), candidate, champion)
-        for arm, with_speed in arms:
-            if not job.arm_file(arm.name).exists():
-                run_task(f"evaluation: arm {arm.name}", job, measure_task, arm, with_speed)
-        if not output.join(WALKED).exists():
-            ks = {arm.num_speculative_tokens for arm, _ in arms if arm.head == str(candidate.folder)}
-            run_task("evaluation: walks", job, walk_task, str(candidate.folder), tuple(sorted(ks)))
+        with fresh_processes(job) as processes:
+            for arm, with_speed in arms:
+                if not job.arm_file(arm.name).exists():
+                    processes.run(f"evaluation: arm {arm.name}", measure_task, job, arm, with_speed)
+            if not output.join(WALKED).exists():
+                ks = {arm.num_speculative_tokens for arm, _ in arms if arm.head == str(candidate.folder)}
+                processes.run("evaluation: walks", walk_task, job, str(candidate.folder), tuple(sorted(ks)))
         results = {arm.name: load_result(job.arm_file(arm.name)) for arm, _ in arms}
         facts, differences = summarise(results, json.loads(output.join(WALKED).read_bytes()), candidate, champion)
         write_summary(output.location, facts, differences)

@@ -1,4 +1,4 @@
-"""The heavy work of evaluation as Ray tasks, each in a process of its own that writes its own file and ends.
+"""The heavy work of evaluation as tasks, each in a process of its own that writes its own file and ends.
 
 A fresh process an arm: nothing of one arm's engine (memory, threads, counters) is there when the next one is timed.
 """
@@ -6,12 +6,10 @@ A fresh process an arm: nothing of one arm's engine (memory, threads, counters) 
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 import torch
 
 from components.config import Settings, StageResources
@@ -19,6 +17,7 @@ from components.draft.checkpoint import load_head
 from components.evaluation.arms import Arm
 from components.evaluation.measure import MeasureOptions, measure_arm
 from components.evaluation.preflight import RecordedText, compare_drafts, record_texts
+from components.evaluation.processes import FreshProcesses
 from components.evaluation.prompts import PREFLIGHT_PROMPTS, PREFLIGHT_TOKENS, read_responses, select_prompts
 from components.evaluation.recorder import RecordedDraft
 from components.evaluation.results import as_json, load_result, save_result
@@ -29,7 +28,6 @@ from components.target.layers import load_target
 
 log = logging.getLogger("aerie")
 
-POLL_S = 10.0
 DRAFT_ROOM = 32
 """Tokens kept free behind an answer: closer to the engine's limit than K, vLLM drafts zeros and counts them as refused."""
 RECORDED = "_recorded.json"
@@ -65,21 +63,9 @@ class Job:
         return self.output.join("arms", f"{name}.json")
 
 
-def run_task(title: str, job: Job, function: Callable[..., None], *arguments: Any) -> None:
-    """Run `function(job, *arguments)` in a fresh process with the evaluation's resources, and say that it is still at it."""
-    task = ray.remote(max_calls=1, max_retries=0)(function).options(
-        name=title,
-        num_cpus=job.resources.num_cpus,
-        num_gpus=job.resources.num_gpus,
-        runtime_env={"env_vars": task_env(job.resources)},
-    )
-    log.info("%s: starting", title)
-    started = time.monotonic()
-    reference = task.remote(job, *arguments)
-    while not ray.wait([reference], timeout=POLL_S)[0]:
-        log.info("%s: %.0f s", title, time.monotonic() - started)
-    ray.get(reference)
-    log.info("%s: done in %.0f s", title, time.monotonic() - started)
+def fresh_processes(job: Job) -> FreshProcesses:
+    """Processes with the evaluation's resources, for the tasks below."""
+    return FreshProcesses(job.resources, task_env(job.resources), __name__)
 
 
 def task_env(resources: StageResources) -> dict[str, str]:
