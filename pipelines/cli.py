@@ -17,7 +17,7 @@ from components.config import ConfigError, Settings, load_settings
 from components.lease import LeaseHeld, LeaseLost
 from components.pipeline import Pipeline, Selection
 from components.publishing.bundle import BundleError
-from components.publishing.registry import ChampionChanged
+from components.publishing.registry import ChampionChanged, NothingToRollBack
 from components.serving.waiting import DeploymentFailed
 from components.stage import InputChanged, Stage, TooManyRowsLost
 from components.storage import Location
@@ -45,12 +45,20 @@ def pipeline_app(
     define_stages: Callable[[Settings], Sequence[Stage]],
     last: str | None = None,
     done: Callable[[Pipeline], None] = lambda pipeline: None,
+    has_commands: bool = False,
 ) -> typer.Typer:
-    """A command with the shared options that runs `define_stages`, to `last` unless --until says otherwise."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    """A command with the shared options that runs `define_stages`, to `last` unless --until says otherwise.
 
-    @app.command(help=help_text)
+    With `has_commands` others can be added to the app; the shared options then stand before their names.
+    """
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    register = (
+        app.callback(invoke_without_command=True, help=help_text) if has_commands else app.command(help=help_text)
+    )
+
+    @register
     def main(
+        context: typer.Context,
         config: Config = DEFAULT_CONFIG,
         cluster: Cluster = None,
         overrides: Overrides = [],
@@ -59,6 +67,9 @@ def pipeline_app(
         until: Last = last,
         forced: Forced = [],
     ) -> None:
+        context.obj = (config, cluster, overrides)
+        if context.invoked_subcommand:
+            return
         pipeline = run_pipeline(define_stages, config, cluster, overrides, plan, Selection(first, until, tuple(forced)))
         if not plan:
             done(pipeline)
@@ -75,7 +86,7 @@ def run_pipeline(
     selection: Selection,
 ) -> Pipeline:
     """Load the settings and run (or plan) the stages; the pipeline with its artifacts comes back."""
-    settings = with_absolute_storage(load_settings(config, cluster, overrides))
+    settings = read_settings(config, cluster, overrides)
     installed = installed_vllm()
     warning = warn_if_untested(installed) if installed else "vLLM is not installed: stages that need it will fail"
     if warning:
@@ -91,6 +102,11 @@ def run_pipeline(
         raise
     pipeline.tracker.finish("FINISHED")
     return pipeline
+
+
+def read_settings(config: Path, cluster: Path | None, overrides: list[str]) -> Settings:
+    """The settings of a command's options, with an absolute place for outputs."""
+    return with_absolute_storage(load_settings(config, cluster, overrides))
 
 
 def make_pipeline(stages: Sequence[Stage], settings: Settings) -> Pipeline:
@@ -156,6 +172,7 @@ def guarded(main: Callable[[], None]) -> None:
         TooManyRowsLost,
         InputChanged,
         ChampionChanged,
+        NothingToRollBack,
         BundleError,
         DeploymentFailed,
     ) as error:

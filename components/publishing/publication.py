@@ -13,6 +13,7 @@ from typing import Any
 from mlflow.entities.model_registry import ModelVersion
 
 from components.evaluation.gate import Reason, Verdict
+from components.evaluation.summary import CANDIDATE
 from components.publishing import registry
 from components.publishing.bundle import HEAD_FILES, seal_bundle
 from components.publishing.card import model_card
@@ -134,6 +135,8 @@ def version_tags(evidence: Evidence, bundle_sha256: str, tracker: Tracker) -> di
         registry.VLLM_TAG: evidence.vllm_version,
         registry.DATA_DIGEST_TAG: evidence.artifacts["features"].digest,
         registry.GIT_TAG: git_commit() or "unknown",
+        registry.AL_TAG: str(evidence.artifacts["evaluation"].facts["arms"][CANDIDATE]["al"]),
+        registry.VERDICT_TAG: "promote" if evidence.verdict.promote else "refuse",
         "aerie.run_key": tracker.run_key,
     }
 
