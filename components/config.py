@@ -39,6 +39,8 @@ class TargetConfig(Section):
     """One dtype for answering, capture, evaluation and serving: greedy texts part between dtypes."""
     max_model_len: Count = 1024
     """Longest prompt plus answer, in tokens, that every engine is started with."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+    """Switches of the chat template (`enable_thinking: false`), the same for answering, evaluation and serving."""
 
 
 class DataConfig(Section):

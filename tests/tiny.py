@@ -54,23 +54,31 @@ user assistant system message request response number letter window garden plane
 
 def make_tokenizer(num_tokens: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of at most `num_tokens` ids; its chat template rejects bad conversations."""
-    if num_tokens < FIRST_ORDINARY_ID + NUM_BYTES:
-        raise ValueError(f"num_tokens must be at least {FIRST_ORDINARY_ID + NUM_BYTES}, got {num_tokens}")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_bpe(num_tokens, SPECIAL_TOKENS),
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<|im_end|>",
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def byte_level_bpe(num_tokens: int, special_tokens: list[str]) -> Tokenizer:
+    """At most `num_tokens` ids: the special tokens, the 256 bytes, then merges."""
+    if num_tokens < len(special_tokens) + NUM_BYTES:
+        raise ValueError(f"num_tokens must be at least {len(special_tokens) + NUM_BYTES}, got {num_tokens}")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=num_tokens,
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=special_tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS.splitlines(), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<|im_end|>"
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return backend
 
 
 def make_tiny_llama(

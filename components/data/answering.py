@@ -5,6 +5,7 @@ as token ids; what is recorded is vLLM's own prompt ids and output ids.
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -82,6 +83,7 @@ class AnswerWorker(PartWorker):
         target_path: str,
         engine_kwargs: dict[str, Any],
         config: DataConfig,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         # takes seconds, and only engine actors need it
         from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -92,6 +94,7 @@ class AnswerWorker(PartWorker):
         self._config = config
         self._max_model_len = engine_kwargs["max_model_len"]
         self._tokenizer = load_tokenizer(Path(target_path))
+        self._render = partial(render, self._tokenizer, template_kwargs=template_kwargs)
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_kwargs))
         self._sampling_params = partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
         self._waiting: dict[str, _Dialogue] = {}
@@ -119,7 +122,7 @@ class AnswerWorker(PartWorker):
             return
         dialogue.messages += dialogue.turns[len(dialogue.rows)]
         try:
-            prompt_ids = render(self._tokenizer, dialogue.messages, dialogue.listed.prompt.tools)
+            prompt_ids = self._render(dialogue.messages, dialogue.listed.prompt.tools)
         except TemplateError as error:
             return self._give_up(dialogue, "template_rejects", str(error))
         if len(prompt_ids) + self._config.max_new_tokens > self._max_model_len:

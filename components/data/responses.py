@@ -42,7 +42,13 @@ def answer_prompts(
         total=num_turns,
         output=output,
         worker=worker,
-        worker_args=(prompts, target_path, response_engine_kwargs(settings, target_path), settings.data),
+        worker_args=(
+            prompts,
+            target_path,
+            response_engine_kwargs(settings, target_path),
+            settings.data,
+            settings.target.chat_template_kwargs,
+        ),
         resources=resources,
         env=engine_env(resources, in_process=True),
     )

@@ -32,7 +32,9 @@ def prompts_stage(settings: Settings) -> Stage:
         from components.target.chat import load_tokenizer
 
         prompts, bad = read_prompts(data.prompts, data.max_prompts, data.seed)
-        prompts, unshown = renderable(prompts, load_tokenizer(target_path(inputs["target"])))
+        prompts, unshown = renderable(
+            prompts, load_tokenizer(target_path(inputs["target"])), settings.target.chat_template_kwargs
+        )
         splits = split_prompts(prompts, data.held_out_families, data.validation_fraction)
         write_prompts(output.join(PROMPTS), prompts, splits)
         write_quarantine(output.location, map(asdict, [*bad, *unshown]))

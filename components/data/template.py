@@ -1,6 +1,6 @@
 """Whether the target's chat template shows a conversation: a row that it rejects or garbles costs that row only."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from components.data.prompts import BadRow, Prompt
@@ -12,17 +12,25 @@ STAND_IN_ANSWER = "Fine."
 """Stands for the target's own answers, which do not exist yet."""
 
 
-def renderable(prompts: Iterable[Prompt], tokenizer: Any) -> tuple[list[Prompt], list[BadRow]]:
+def renderable(
+    prompts: Iterable[Prompt], tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
+) -> tuple[list[Prompt], list[BadRow]]:
     """The prompts whose whole conversation `tokenizer`'s chat template shows, and those that it does not.
 
     A template may raise an error on a conversation (a system turn, a tool role), or leave a part out without a word: both
     end up here, with a reason each.
+
+    Args:
+        prompts: What the target would be asked.
+        tokenizer: The target's.
+        template_kwargs: Switches of the template, from `target.chat_template_kwargs`.
     """
+    template = _Template(tokenizer, template_kwargs)
     good: list[Prompt] = []
     bad: list[BadRow] = []
     for prompt in prompts:
         try:
-            _check(prompt, tokenizer)
+            _check(prompt, template)
         except RowError as error:
             bad.append(BadRow(prompt.source, prompt.line, error.reason.value, error.detail))
         else:
@@ -30,15 +38,31 @@ def renderable(prompts: Iterable[Prompt], tokenizer: Any) -> tuple[list[Prompt],
     return good, bad
 
 
-def _check(prompt: Prompt, tokenizer: Any) -> None:
+class _Template:
+    """The target's chat template with the run's switches; its errors are the row's."""
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> None:
+        self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
+
+    def show(self, messages: list[Message], tools: list[Message] | None) -> str:
+        # transformers takes seconds to import, and the driver imports this module in every run
+        from components.target.chat import TemplateError, render_text
+
+        try:
+            return render_text(self._tokenizer, messages, tools, True, self._template_kwargs)
+        except TemplateError as error:
+            raise RowError(Reason.TEMPLATE_REJECTS, error.said) from None
+
+
+def _check(prompt: Prompt, template: _Template) -> None:
     messages = _with_answers(prompt)
-    shown = _render(tokenizer, messages, prompt.tools)
-    if prompt.tools and shown == _render(tokenizer, messages, None):
+    shown = template.show(messages, prompt.tools)
+    if prompt.tools and shown == template.show(messages, None):
         raise RowError(Reason.TEMPLATE_HIDES_TOOLS, "the tools do not show")
     for i, message in enumerate(messages):
         if message["content"].strip() in shown and "tool_calls" not in message:
             continue
-        if shown == _render(tokenizer, [*messages[:i], _altered(message), *messages[i + 1 :]], prompt.tools):
+        if shown == template.show([*messages[:i], _altered(message), *messages[i + 1 :]], prompt.tools):
             has_tool = message["role"] in ("assistant", "tool")
             reason = Reason.TEMPLATE_HIDES_TOOLS if has_tool else Reason.TEMPLATE_HIDES_TEXT
             raise RowError(reason, f"the {message['role']} turn does not show")
@@ -57,10 +81,3 @@ def _altered(message: Message) -> Message:
         calls = [{**call, "function": {**call["function"], "name": "another"}} for call in message["tool_calls"]]
         return {**message, "tool_calls": calls}
     return {**message, "content": f"{message['content']} (altered)"}
-
-
-def _render(tokenizer: Any, messages: list[Message], tools: list[Message] | None) -> str:
-    try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # A template is code that came with the model: it may raise anything.
-        raise RowError(Reason.TEMPLATE_REJECTS, " ".join(str(error).split())[:200]) from None

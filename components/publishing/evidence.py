@@ -1,6 +1,7 @@
 """What the earlier stages found, gathered once for the card, the report, MLflow and the summary."""
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -81,10 +82,10 @@ class Evidence:
         target = self.settings.target
         served = f"{self.hub_id} --revision {self.target['revision']}" if self.hub_id else self.target["path"]
         config = head_arm(CANDIDATE, head, self.num_speculative_tokens).speculative_config()
-        return (
-            f"vllm serve {served} --dtype {target.dtype} --max-model-len {target.max_model_len} "
-            f"--speculative-config '{json.dumps(config)}'"
-        )
+        command = f"vllm serve {served} --dtype {target.dtype} --max-model-len {target.max_model_len} "
+        if target.chat_template_kwargs:
+            command += f"--default-chat-template-kwargs {shlex.quote(json.dumps(target.chat_template_kwargs))} "
+        return command + f"--speculative-config {shlex.quote(json.dumps(config))}"
 
 
 def metrics_of(evidence: Evidence) -> dict[str, float | None]:

@@ -112,6 +112,8 @@ def code_revision() -> str:
 def _engine(service: Service, arm: Arm) -> dict[str, Any]:
     kwargs = engine_kwargs(service.settings, service.settings.resources.ab, service.target)
     kwargs.pop("model")  # the deployment names it
+    if switches := service.settings.target.chat_template_kwargs:  # a request's own switches go before these
+        kwargs["default_chat_template_kwargs"] = dict(switches)
     if arm.speculates:  # without speculation vLLM refuses to measure it
         kwargs |= {"speculative_config": arm.speculative_config(), "per_request_spec_decode_metrics": "summary"}
     return kwargs

@@ -4,14 +4,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from components.config import ConfigError
 
+Messages = Sequence[Mapping[str, Any]]
+MAX_SHOWN = 200
+"""Characters of a template's own error that are passed on."""
+
 
 class TemplateError(ValueError):
     """The target's chat template rejects a conversation; the row is dropped with this reason."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(f"the chat template rejects the conversation: {said}")
+        self.said = said
+        """The template's own words, cut and on one line."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -32,9 +40,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 def render(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    messages: Messages,
+    tools: Messages | None = None,
     add_generation_prompt: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, as vLLM's chat endpoint makes them.
 
@@ -45,18 +54,30 @@ def render(
         messages: `role` and `content` of every message, in OpenAI's form.
         tools: Functions offered to the model, in OpenAI's form.
         add_generation_prompt: End with the opening of the assistant's turn.
+        template_kwargs: Switches of the template, from `target.chat_template_kwargs`.
 
     Raises:
         TemplateError: the template rejects this conversation.
     """
+    text = render_text(tokenizer, messages, tools, add_generation_prompt, template_kwargs)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def render_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Messages | None = None,
+    add_generation_prompt: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The text that `render` tokenises; the same arguments, the same error."""
     try:
-        ids = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tools=[dict(tool) for tool in tools] if tools else None,
             add_generation_prompt=add_generation_prompt,
-            tokenize=True,
-            return_dict=False,
+            tokenize=False,
+            **(template_kwargs or {}),
         )
-    except (jinja2.TemplateError, TypeError, KeyError, IndexError, ValueError) as error:
-        raise TemplateError(f"the chat template rejects the conversation: {error}") from error
-    return list(ids)
+    except Exception as error:  # a template is code that came with the model: it may raise anything
+        raise TemplateError(" ".join(str(error).split())[:MAX_SHOWN]) from error

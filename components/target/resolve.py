@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,8 +28,11 @@ from components.target.refusals import refusal_reason
 if TYPE_CHECKING:  # seconds to import, and a run that finds its target described never needs it
     from transformers import PreTrainedConfig
 
+    from components.target.template_check import TemplateFacts
+
 BUNDLED_PREFIX = "bundled:"
-DOWNLOADED = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
+WEIGHTS = "*.safetensors"
+DOWNLOADED = ["*.json", "*.jinja", WEIGHTS, "*.model", "*.txt"]
 NOT_DOWNLOADED = ["original/*", "consolidated*", "onnx/*"]
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -64,30 +68,36 @@ class ResolvedTarget:
     dtype: str
     """dtype of the stored weights, such as `bfloat16`."""
     tie_word_embeddings: bool
+    chat_template_kwargs: dict[str, Any]
+    """The switches under which the chat template was checked."""
+    chat_template: TemplateFacts
 
 
-def resolve_target(model: str, revision: str | None, output_dir: Path) -> ResolvedTarget:
+def resolve_target(
+    model: str, revision: str | None, output_dir: Path, template_kwargs: Mapping[str, Any] | None = None
+) -> ResolvedTarget:
     """Find the target's files, fetching or converting them, and refuse early what no head can be served with.
 
     Args:
         model: `bundled:NAME`, a local folder, or a Hugging Face id. Remote code is never trusted.
         revision: Branch, tag or commit of a Hugging Face id; None is its default branch.
         output_dir: Where a bundled target is converted to; nothing is written for the others.
+        template_kwargs: Switches of the chat template, from `target.chat_template_kwargs`.
 
     Raises:
-        ConfigError: at `target.model` or `target.revision`, with a fix.
+        ConfigError: at `target.model`, `target.revision` or `target.chat_template_kwargs`, with a fix.
     """
+    if not model.startswith(BUNDLED_PREFIX) and not Path(model).is_dir():
+        path = _download(model, revision, template_kwargs)
+        digest = hashlib.sha256(f"{model}@{path.name}".encode()).hexdigest()
+        return _describe(model, path, digest, path.name, template_kwargs)
+    if revision is not None:
+        raise ConfigError("target.revision", f"{model} has no revisions", "remove it; it goes with Hugging Face ids")
     if model.startswith(BUNDLED_PREFIX):
-        _refuse_revision(model, revision)
         path = materialize_bundled(model.removeprefix(BUNDLED_PREFIX), output_dir)
-        return _describe(model, path, bundled_digest(model), None)
-    if Path(model).is_dir():
-        _refuse_revision(model, revision)
-        _check_folder(model, Path(model))
-        return _describe(model, Path(model).resolve(), folder_digest(Path(model)), None)
-    path = _download(model, revision)
-    commit = path.name
-    return _describe(model, path, hashlib.sha256(f"{model}@{commit}".encode()).hexdigest(), commit)
+        return _describe(model, path, bundled_digest(model), None, template_kwargs)
+    _check_folder(model, Path(model))
+    return _describe(model, Path(model).resolve(), folder_digest(Path(model)), None, template_kwargs)
 
 
 def target_identity(model: str, revision: str | None) -> str:
@@ -127,11 +137,6 @@ def _file_sha256(file: Path, size: int, mtime_ns: int) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _refuse_revision(model: str, revision: str | None) -> None:
-    if revision is not None:
-        raise ConfigError("target.revision", f"{model} has no revisions", "remove it; it goes with Hugging Face ids")
-
-
 def _check_folder(model: str, folder: Path) -> None:
     if not (folder / "config.json").is_file():
         fix = "name a folder that `save_pretrained` wrote"
@@ -140,16 +145,21 @@ def _check_folder(model: str, folder: Path) -> None:
 
 
 def _require_safetensors(model: str, folder: Path) -> None:
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob(WEIGHTS)):
         fix = "save the model again with `save_pretrained`, which writes safetensors"
         raise ConfigError("target.model", f"{model} has no *.safetensors: pickled weights are not read", fix)
 
 
-def _download(model: str, revision: str | None) -> Path:
-    """The snapshot's folder in the Hugging Face cache, named by its commit; config.json is judged first."""
-    config_only = _snapshot(_hub_id(model), revision, ["config.json"])
-    _read_config(model, config_only)
-    folder = _snapshot(model, config_only.name, DOWNLOADED)
+def _download(model: str, revision: str | None, template_kwargs: Mapping[str, Any] | None) -> Path:
+    """The snapshot's folder in the Hugging Face cache, named by its commit; the weights come last.
+
+    config.json is judged before anything else, and the chat template before the weights.
+    """
+    small = _snapshot(_hub_id(model), revision, ["config.json"])
+    config = _read_config(model, small)
+    small = _snapshot(model, small.name, [pattern for pattern in DOWNLOADED if pattern != WEIGHTS])
+    _check_template(config, small, template_kwargs)
+    folder = _snapshot(model, small.name, DOWNLOADED)
     _require_safetensors(model, folder)
     return folder
 
@@ -198,7 +208,16 @@ def _read_config(model: str, folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _describe(model: str, path: Path, digest: str, commit: str | None) -> ResolvedTarget:
+def _check_template(config: PreTrainedConfig, folder: Path, template_kwargs: Mapping[str, Any] | None) -> TemplateFacts:
+    from components.target.chat import load_tokenizer
+    from components.target.template_check import check_template
+
+    return check_template(load_tokenizer(folder), _eos_token_ids(config, folder), template_kwargs)
+
+
+def _describe(
+    model: str, path: Path, digest: str, commit: str | None, template_kwargs: Mapping[str, Any] | None
+) -> ResolvedTarget:
     config = _read_config(model, path)
     return ResolvedTarget(
         path=str(path),
@@ -221,6 +240,8 @@ def _describe(model: str, path: Path, digest: str, commit: str | None) -> Resolv
         pad_token_id=config.pad_token_id,
         dtype=str(config.dtype or "float32").removeprefix("torch."),
         tie_word_embeddings=bool(config.tie_word_embeddings),
+        chat_template_kwargs=dict(template_kwargs or {}),
+        chat_template=_check_template(config, path, template_kwargs),
     )
 
 

@@ -1,6 +1,7 @@
 """The `target` stage: the model being served, found, converted if it is a bundled one, and described."""
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,13 @@ from components.config import Settings
 from components.stage import Artifact, Outcome, Output, Stage
 from components.target.resolve import BUNDLED_PREFIX, resolve_target, target_identity
 
+log = logging.getLogger("aerie")
+
 MODEL_FOLDER = "model"
+DATED = (
+    "its chat template writes today's date into every prompt: prompts of another day differ. "
+    "If the template has a switch for the date, pin it with target.chat_template_kwargs"
+)
 
 
 def target_stage(settings: Settings) -> Stage:
@@ -17,7 +24,10 @@ def target_stage(settings: Settings) -> Stage:
     target = settings.target
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        resolved = asdict(resolve_target(target.model, target.revision, output.join(MODEL_FOLDER).path))
+        folder = output.join(MODEL_FOLDER).path
+        resolved = asdict(resolve_target(target.model, target.revision, folder, target.chat_template_kwargs))
+        if resolved["chat_template"]["is_dated"]:
+            log.warning("target: %s", DATED)
         described = {name: value for name, value in resolved.items() if name != "path"}
         output.join("target.json").write_bytes(json.dumps(described, indent=1, sort_keys=True).encode())
         return Outcome(resolved)
@@ -25,7 +35,11 @@ def target_stage(settings: Settings) -> Stage:
     return Stage(
         name="target",
         run=run,
-        config={"model": target.model, "revision": target.revision},
+        config={
+            "model": target.model,
+            "revision": target.revision,
+            "chat_template_kwargs": target.chat_template_kwargs,
+        },
         extra=lambda: {"identity": target_identity(target.model, target.revision)},
         plan=lambda artifacts: f"find or convert {target.model}",
     )

@@ -60,6 +60,13 @@ def test_template_with_tools_takes_all(tokenizer, template):
     assert renderable(prompts, tokenizer) == (prompts, [])
 
 
+def test_the_runs_switches_reach_the_template(tokenizer):
+    tokenizer.chat_template = "{% if shy %}{{ raise_exception('too shy') }}{% endif %}" + PLAIN
+    assert renderable([SYSTEM], tokenizer) == ([SYSTEM], [])
+    good, bad = renderable([SYSTEM], tokenizer, {"shy": True})
+    assert (good, [(row.reason, row.detail) for row in bad]) == ([], [("template_rejects", "too shy")])
+
+
 def test_template_that_quotes_text_still_shows_it(tokenizer):
     tokenizer.chat_template = QUOTING
     assert renderable([SYSTEM, TWO_TURNS], tokenizer) == ([SYSTEM, TWO_TURNS], [])

@@ -124,3 +124,16 @@ def test_the_command_serves_the_very_target_that_was_measured(model: str, served
     command = Evidence(Settings(), artifacts, Verdict(True, ())).serve_command("/heads/one")
     assert command.startswith(f"vllm serve {served} --dtype bfloat16 ")
     assert '"num_speculative_tokens": 5' in command
+    assert "chat-template" not in command
+
+
+def test_the_command_has_the_switches_of_the_chat_template() -> None:
+    facts = {
+        "target": {"model": "lab/m", "path": "p", "revision": "c"},
+        "evaluation": {"candidate": {"num_speculative_tokens": 5}},
+    }
+    artifacts = {name: Artifact(name, Location("/nowhere"), "f", {"facts": value}) for name, value in facts.items()}
+    switches = {"enable_thinking": False, "tone": 'it\'s "plain"'}
+    settings = Settings.model_validate({"target": {"chat_template_kwargs": switches}})
+    words = shlex.split(Evidence(settings, artifacts, Verdict(True, ())).serve_command("."))
+    assert json.loads(words[words.index("--default-chat-template-kwargs") + 1]) == switches

@@ -41,6 +41,13 @@ def test_acceptance_is_measured_on_speculative_arms_only():
     assert "model" not in plain, "the deployment names the model"
 
 
+def test_every_arm_has_the_switches_of_the_chat_template():
+    switches = {"enable_thinking": False}
+    service = make_service(target={"model": "bundled:small", "chat_template_kwargs": switches})
+    assert [arm_args(service, i)["engine"]["default_chat_template_kwargs"] for i in (0, 1)] == [switches] * 2
+    assert "default_chat_template_kwargs" not in arm_args(make_service(), 0)["engine"]
+
+
 def test_every_cpu_arm_has_cores_of_its_own(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 5})
     service = make_service()

@@ -6,6 +6,7 @@ from tokenizers.processors import TemplateProcessing
 
 from components.config import ConfigError
 from components.target.chat import TemplateError, load_tokenizer, render
+from tests.chat_templates import FAMILIES, family_tokenizer
 from tests.tiny import BOS, make_tokenizer
 
 USER = {"role": "user", "content": "hello"}
@@ -56,6 +57,30 @@ def test_tools_are_rendered(tiny_target: Path) -> None:
 def test_rejected_conversations_are_a_typed_error(tiny_target: Path, messages: list[dict]) -> None:
     with pytest.raises(TemplateError, match="rejects the conversation"):
         render(load_tokenizer(tiny_target), messages)
+
+
+@pytest.mark.parametrize("switches", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_are_those_of_vllms_chat_endpoint(tiny_target: Path, family: str, switches: dict) -> None:
+    from vllm.config import ModelConfig
+    from vllm.renderers.hf import safe_apply_chat_template
+
+    tokenizer = family_tokenizer(family)
+    model_config = ModelConfig(str(tiny_target), dtype="float32")
+    open_turn = {"add_generation_prompt": True, "continue_final_message": False}
+    text = safe_apply_chat_template(
+        model_config, tokenizer, [USER, ASSISTANT, USER], tokenize=False, **open_turn, **switches
+    )
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    known = switches if family == "qwen" else {}
+    assert render(tokenizer, [USER, ASSISTANT, USER], template_kwargs=known) == ids
+
+
+def test_the_thinking_switch_changes_the_prompt_and_nothing_before_it() -> None:
+    tokenizer = family_tokenizer("qwen")
+    on, off = (render(tokenizer, [USER], template_kwargs={"enable_thinking": value}) for value in (True, False))
+    assert on == render(tokenizer, [USER]) == off[: len(on)]
+    assert tokenizer.decode(off[len(on) :]) == "<think>\n\n</think>\n\n"
 
 
 def test_target_without_a_template_is_refused(tiny_target: Path, tmp_path: Path) -> None:

@@ -46,11 +46,13 @@ def resolve_all(cases: list[tuple[str, str | None]], endpoint: str, cache: Path)
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Address and cache of a hub with a good model, one without safetensors and one that is refused."""
+    """Address and cache of a hub with a good model, one without safetensors, and two that are refused."""
     root = tmp_path_factory.mktemp("hub")
     make_tiny_llama(root / "lab" / "tiny")
     make_tiny_llama(root / "lab" / "pickled")
     (root / "lab" / "pickled" / "model.safetensors").rename(root / "lab" / "pickled" / "pytorch_model.bin")
+    unmaskable = make_tiny_llama(root / "lab" / "unmaskable")
+    (unmaskable / "chat_template.jinja").write_text("{{ messages }}")
     refused = make_tiny_llama(root / "lab" / "refused")
     Gemma2Config(architectures=["Gemma2ForCausalLM"]).save_pretrained(refused)
     HubHandler.root, HubHandler.requests = root, []
@@ -71,6 +73,7 @@ CASES: list[tuple[str, str | None]] = [
     (GATED, None),
     ("lab/pickled", None),
     ("lab/refused", None),
+    ("lab/unmaskable", None),
 ]
 
 
@@ -94,12 +97,15 @@ def test_ids_that_cannot_be_used_name_the_setting(answers: list) -> None:
     assert errors[2].startswith(f"target.model: {GATED} is gated")
     assert errors[3].startswith("target.model: lab/pickled has no *.safetensors")
     assert errors[4].startswith("target.model: Gemma2ForCausalLM scales or caps its logits")
+    assert errors[5].startswith("target.model: the chat template opens the assistant's turn in a prompt in another way")
 
 
 def test_weights_of_a_refused_target_are_not_downloaded(answers: list) -> None:
     requests = HubHandler.requests
     assert [path for path in requests if "/lab/refused/resolve/" in path and path.endswith("config.json")]
-    assert not [path for path in requests if "refused" in path and path.endswith(".safetensors")]
+    assert [path for path in requests if "/lab/unmaskable/resolve/" in path and path.endswith("chat_template.jinja")]
+    for name in ("refused", "unmaskable"):
+        assert not [path for path in requests if name in path and path.endswith(".safetensors")]
     assert not [path for path in requests if path.endswith(".bin")]
 
 

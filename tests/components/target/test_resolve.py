@@ -58,7 +58,8 @@ def test_digest_follows_content(folder: Path) -> None:
     data[-1] ^= 1
     weights.write_bytes(data)
     changed = resolve_target(str(folder), None, folder).digest
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# a note #}")
     assert len({digest, changed, resolve_target(str(folder), None, folder).digest}) == 3
 
 
@@ -95,6 +96,25 @@ def test_refused_architecture_is_a_config_error(folder: Path) -> None:
     GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(folder)
     with pytest.raises(ConfigError, match=r"^target\.model: vLLM 0\.32\.0 gives no hidden states of GPT2LMHeadModel"):
         resolve_target(str(folder), None, folder)
+
+
+def test_a_template_that_cannot_be_masked_is_a_config_error(folder: Path) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("add_generation_prompt", "no_such_flag"))
+    with pytest.raises(
+        ConfigError, match=r"^target\.model: the chat template ends a prompt before the assistant's turn"
+    ):
+        resolve_target(str(folder), None, folder)
+
+
+def test_switches_of_the_template_are_described_or_refused(folder: Path) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if add_generation_prompt and brief %}<think></think>{% endif %}")
+    target = resolve_target(str(folder), None, folder, {"brief": True})
+    assert target.chat_template_kwargs == {"brief": True}
+    assert target.chat_template.opening.endswith("assistant\n<think></think>")
+    with pytest.raises(ConfigError, match=r"^target\.chat_template_kwargs: .*does not read breif.*reads brief"):
+        resolve_target(str(folder), None, folder, {"breif": True})
 
 
 def test_remote_code_is_never_run(folder: Path, tmp_path: Path) -> None:
