@@ -58,14 +58,15 @@ lint: types ## Style, formatting and types
 types: env ## Types only
 	@$(BIN)/mypy
 	@$(BIN)/mypy -p clusters.local
-	@$(BIN)/mypy docs/configuration.py
+	@$(BIN)/mypy docs/configuration.py docs/targets.py
 
 format: env ## Let ruff mend style and formatting
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-docs: env ## Write docs/configuration.md anew from the settings
+docs: env ## Write docs/configuration.md and docs/targets.md anew from the code
 	@$(BIN)/python docs/configuration.py > docs/configuration.md
+	@$(BIN)/python docs/targets.py > docs/targets.md
 
 # torchvision, torchaudio and torchcodec of the CPU lock stay out: PyPI has them for CUDA only, and vLLM does without.
 # uv reads its own variables (UV_FIND_LINKS, UV_INDEX_URL ...) besides TORCH_CPU_INDEX.

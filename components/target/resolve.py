@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 
 from components.config import ConfigError
 from components.target.bundled import get_bundle, materialize_bundled
-from components.target.refusals import refusal_reason
+from components.target.refusals import find_refusal
 
 if TYPE_CHECKING:  # seconds to import, and a run that finds its target described never needs it
     from transformers import PreTrainedConfig
@@ -202,9 +202,8 @@ def _read_config(model: str, folder: Path) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         problem = f"transformers cannot read the config of {model} ({_first_line(error)})"
         raise ConfigError("target.model", problem, "use a model without remote code") from None
-    reason = refusal_reason(config)
-    if reason:
-        raise ConfigError("target.model", reason, "choose a text-only causal model that vLLM drafts for")
+    if refusal := find_refusal(config):
+        raise ConfigError("target.model", refusal.reason, refusal.fix)
     return config
 
 

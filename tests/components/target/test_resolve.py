@@ -3,21 +3,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import (
-    CohereConfig,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    MambaConfig,
-    PreTrainedConfig,
-    Qwen2VLConfig,
-    Qwen3Config,
-    Qwen3NextConfig,
-    T5Config,
-)
 
 from components.config import ConfigError
-from components.target.refusals import refusal_reason
 from components.target.resolve import resolve_target
 from tests.tiny import BOS, EOS, PAD
 
@@ -61,41 +48,6 @@ def test_digest_follows_content(folder: Path) -> None:
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text() + "{# a note #}")
     assert len({digest, changed, resolve_target(str(folder), None, folder).digest}) == 3
-
-
-@pytest.mark.parametrize(
-    ("architecture", "config", "reason"),
-    [
-        ("T5ForConditionalGeneration", T5Config(), "encoder-decoder"),
-        ("Qwen2VLForConditionalGeneration", Qwen2VLConfig(), "multimodal"),
-        ("Gemma2ForCausalLM", Gemma2Config(), "logits"),
-        ("CohereForCausalLM", CohereConfig(), "logits"),
-        ("Qwen3NextForCausalLM", Qwen3NextConfig(), "recurrent"),
-        ("MambaForCausalLM", MambaConfig(), "no hidden states"),
-        ("GPT2LMHeadModel", GPT2Config(), "no hidden states"),
-        ("LlamaForSequenceClassification", LlamaConfig(), "no hidden states"),
-        (
-            "Qwen2ForCausalLM",
-            Qwen3Config(rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}),
-            "M-RoPE",
-        ),
-    ],
-)
-def test_targets_that_cannot_have_a_head(architecture: str, config: PreTrainedConfig, reason: str) -> None:
-    config.architectures = [architecture]
-    assert reason in (refusal_reason(config) or "")
-
-
-@pytest.mark.parametrize("config", [LlamaConfig(), Qwen3Config()])
-def test_common_targets_pass(config: PreTrainedConfig) -> None:
-    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
-    assert refusal_reason(config) is None
-
-
-def test_refused_architecture_is_a_config_error(folder: Path) -> None:
-    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"^target\.model: vLLM 0\.32\.0 gives no hidden states of GPT2LMHeadModel"):
-        resolve_target(str(folder), None, folder)
 
 
 def test_a_template_that_cannot_be_masked_is_a_config_error(folder: Path) -> None:
