@@ -136,6 +136,7 @@ def vocabulary_stage(settings: Settings) -> Stage:
         name="vocabulary",
         run=run,
         config={"vocab_size": settings.draft.vocab_size},
+        version=2,
         inputs=("target", "responses"),
         plan=lambda artifacts: f"{settings.draft.vocab_size} ids, a few seconds",
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import ray
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 
 from components.data.parts import part_names, read_columns
 from components.stage import Outcome
@@ -25,12 +25,14 @@ class TokenCounts(NamedTuple):
     train_answers: np.ndarray
     train_prompts: np.ndarray
     held_out_answers: np.ndarray
+    others: np.ndarray
+    """In held-out prompts and in everything of validation."""
 
 
 def build_vocabulary(
     responses: Location, vocab_size: int, target_vocab_size: int, eos_token_ids: Sequence[int], output: Location
 ) -> Outcome:
-    """Write `vocabulary.safetensors` with the chosen ids, and say what share of the answers they cover.
+    """Write `vocabulary.safetensors` with the chosen ids and all that occur, and say what share of the answers is covered.
 
     Args:
         responses: Output folder of the responses stage.
@@ -41,7 +43,8 @@ def build_vocabulary(
     """
     counts = _count_in_tasks(responses, target_vocab_size)
     ids = choose_ids(counts, vocab_size, eos_token_ids)
-    output.join(VOCABULARY).write_bytes(save({"draft_token_ids": ids}))
+    used = np.flatnonzero(sum(counts))
+    output.join(VOCABULARY).write_bytes(save({"draft_token_ids": ids, "used_token_ids": used}))
     facts = {
         "size": len(ids),
         "target_size": target_vocab_size,
@@ -50,6 +53,11 @@ def build_vocabulary(
     }
     log.info("vocabulary: %s", ", ".join(f"{name} {value}" for name, value in facts.items()))
     return Outcome(facts)
+
+
+def read_used_ids(vocabulary: Location) -> frozenset[int]:
+    """Every id that occurs in a prompt or an answer, of a finished vocabulary stage."""
+    return frozenset(load(vocabulary.join(VOCABULARY).read_bytes())["used_token_ids"].tolist())
 
 
 def choose_ids(counts: TokenCounts, vocab_size: int, eos_token_ids: Sequence[int]) -> np.ndarray:
@@ -80,6 +88,9 @@ def count_tokens(responses: Location, names: Sequence[str], vocab_size: int) -> 
             (counts.train_answers, "output_ids", "train"),
             (counts.train_prompts, "prompt_ids", "train"),
             (counts.held_out_answers, "output_ids", "held_out"),
+            (counts.others, "prompt_ids", "held_out"),
+            (counts.others, "output_ids", "validation"),
+            (counts.others, "prompt_ids", "validation"),
         ):
             ids = (
                 table.filter(pa.array(split == wanted, pa.bool_())).column(column).combine_chunks().flatten().to_numpy()

@@ -1,6 +1,6 @@
 """The id that stands for "not known yet" in a chain: one that no text uses."""
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -14,6 +14,7 @@ def choose_mask_token(
     config: PreTrainedConfig,
     used_ids: Set[int] | None = None,
     explicit: int | None = None,
+    end_token_ids: Iterable[int] = (),
 ) -> int:
     """Pick the mask token: the first unused row of the vocabulary, else the last unused control token.
 
@@ -22,12 +23,13 @@ def choose_mask_token(
         config: The target's; its `vocab_size` may exceed the tokenizer's.
         used_ids: Ids that occur in the corpus, when it is known.
         explicit: The user's choice; it is checked and kept.
+        end_token_ids: Ids that end an answer; generation_config.json may name more than `config` does.
 
     Raises:
         ConfigError: at `draft.mask_token_id`: an explicit id that is out of range or in use, or no id is free.
     """
     used = frozenset(used_ids or ())
-    reserved = _reserved_ids(tokenizer, config)
+    reserved = _reserved_ids(tokenizer, config) | set(end_token_ids)
     if explicit is not None:
         _check_explicit(explicit, config.vocab_size, reserved, used)
         return explicit

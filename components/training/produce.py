@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from components.config import Settings
+from components.data.vocabulary import read_used_ids
 from components.draft.checkpoint import save_head
 from components.stage import Artifact, Outcome, Output
 from components.storage import Location
@@ -44,7 +45,11 @@ def head_spec(settings: Settings, inputs: Mapping[str, Artifact]) -> HeadSpec:
     """
     path = target_path(inputs["target"])
     mask_token_id = choose_mask_token(
-        AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path), None, settings.draft.mask_token_id
+        AutoTokenizer.from_pretrained(path),
+        AutoConfig.from_pretrained(path),
+        read_used_ids(inputs["vocabulary"].location),
+        settings.draft.mask_token_id,
+        inputs["target"].facts["eos_token_ids"],
     )
     return HeadSpec(
         features_uri=inputs["features"].location.uri,

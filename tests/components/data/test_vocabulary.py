@@ -7,14 +7,14 @@ import pyarrow as pa
 
 from components.data.answering import SCHEMA
 from components.data.parts import PartAccount, part_name, part_writer
-from components.data.vocabulary import TokenCounts, choose_ids, count_tokens
+from components.data.vocabulary import TokenCounts, build_vocabulary, choose_ids, count_tokens, read_used_ids
 from components.storage import Location
 
 VOCAB = 20
 
 
 def counts(answers: dict[int, int], prompts: dict[int, int] | None = None) -> TokenCounts:
-    columns = [np.zeros(VOCAB, dtype=np.int64) for _ in range(3)]
+    columns = [np.zeros(VOCAB, dtype=np.int64) for _ in TokenCounts._fields]
     for column, given in zip(columns, (answers, prompts or {}), strict=False):
         for token, number in given.items():
             column[token] = number
@@ -51,3 +51,16 @@ def test_only_training_rows_choose(tmp_path: Path):
     assert found.train_answers[7] == 3
     assert np.flatnonzero(found.train_prompts).tolist() == [1, 2, 5]
     assert np.flatnonzero(found.held_out_answers).tolist() == [8]
+    assert np.flatnonzero(found.others).tolist() == [3, 4, 9]
+
+
+def test_every_id_of_every_split_is_known_as_used(ray_cluster, tmp_path: Path):
+    responses, vocabulary = Location(str(tmp_path / "responses")), Location(str(tmp_path / "vocabulary"))
+    rows = [
+        {"key": f"{i}:0", "prompt_key": str(i), "split": split, "prompt_ids": [3 * i], "output_ids": [3 * i + 1]}
+        for i, split in enumerate(("train", "validation", "held_out"))
+    ]
+    with part_writer(responses.join(part_name(0)), SCHEMA, PartAccount()) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+    build_vocabulary(responses, 4, VOCAB, [2], vocabulary)
+    assert read_used_ids(vocabulary) == {0, 1, 3, 4, 6, 7}

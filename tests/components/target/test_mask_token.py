@@ -45,3 +45,6 @@ def test_every_end_token_of_a_list_is_reserved(tiny_target: Path) -> None:
     tokenizer, config = load(tiny_target)
     config.eos_token_id = [EOS, 7]
     assert choose_mask_token(tokenizer, config) == 6
+    assert choose_mask_token(tokenizer, config, end_token_ids=[EOS, 6]) == 5
+    with pytest.raises(ConfigError, match=r"^draft\.mask_token_id: 6 is the target's pad, bos, eos"):
+        choose_mask_token(tokenizer, config, explicit=6, end_token_ids=[6])
