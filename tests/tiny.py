@@ -137,6 +137,16 @@ def make_tiny_llama(
     return _save(model, make_tokenizer(vocab - unused_rows), path, dtype)
 
 
+SWITCH = {"brief": True}
+"""A switch of the chat template that `add_switch` writes."""
+
+
+def add_switch(target: Path) -> None:
+    """Let the target's chat template begin with more text where `brief` is on."""
+    template = target / "chat_template.jinja"
+    template.write_text("{% if brief %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}" + template.read_text())
+
+
 def permutation_cycle(cycle: int = 31, vocab: int = 320, seed: int = 0) -> list[int]:
     """The ids of the permutation target in generation order; ordinary tokens, not sorted."""
     return random.Random(seed).sample(range(FIRST_ORDINARY_ID, vocab), cycle)

@@ -19,7 +19,7 @@ from components.data.responses import answer_prompts
 from components.stage import Outcome, TooManyRowsLost
 from components.storage import Location
 from components.target.chat import load_tokenizer, render
-from tests.tiny import EOS, make_tiny_llama
+from tests.tiny import EOS, SWITCH, add_switch, make_tiny_llama
 
 MAX_NEW_TOKENS = 16
 DIES_AT = 7
@@ -44,6 +44,7 @@ def ending_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(3)
     weights["lm_head.weight"][EOS] = torch.randn(64, generator=generator) * 2 / 8
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    add_switch(path)
     return path
 
 
@@ -72,7 +73,7 @@ class Run:
         self.prompts, self.output = Location(str(folder / "prompts")), Location(str(folder / "responses"))
         self.settings = Settings.model_validate(
             {
-                "target": {"dtype": "float32", "max_model_len": 256},
+                "target": {"dtype": "float32", "max_model_len": 256, "chat_template_kwargs": SWITCH},
                 "data": {"max_new_tokens": MAX_NEW_TOKENS, "rows_per_shard": 6, "max_dropped_fraction": 0.2},
             }
         )
@@ -145,9 +146,11 @@ def test_a_turn_is_asked_with_the_targets_own_answer_before_it(finished):
     assert len(prompts) == 5
     for prompt in prompts:
         first, second = rows[f"{prompt.key}:0"], rows[f"{prompt.key}:1"]
-        assert first["prompt_ids"] == render(tokenizer, prompt.messages[:1])
+        assert first["prompt_ids"] == render(tokenizer, prompt.messages[:1], template_kwargs=SWITCH)
         answer = {"role": "assistant", "content": tokenizer.decode(first["output_ids"], skip_special_tokens=True)}
-        assert second["prompt_ids"] == render(tokenizer, [prompt.messages[0], answer, prompt.messages[1]])
+        messages = [prompt.messages[0], answer, prompt.messages[1]]
+        assert second["prompt_ids"] == render(tokenizer, messages, template_kwargs=SWITCH)
+        assert "Be brief." in tokenizer.decode(second["prompt_ids"])
 
 
 def test_facts_say_how_long_the_documents_are(finished):

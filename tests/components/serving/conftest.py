@@ -1,5 +1,7 @@
 """Two real arms behind the router, on a tiny target: one deployment for every test of the folder that wants it."""
 
+import json
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from components.serving.stages import ab_service
 from components.stage import Artifact
 from components.storage import Location
 from tests.conftest import free_port
-from tests.tiny import FIRST_ORDINARY_ID
+from tests.tiny import FIRST_ORDINARY_ID, SWITCH, add_switch
 
 K = 3
 QUESTIONS = ("Why does bread rise?", "Count the ships.", "Write a total of values.", "What is a glacier?")
@@ -46,16 +48,26 @@ def random_head(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
-def stage_inputs(tiny_target: Path, random_head: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
+def served_target(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target with a switch in its chat template."""
+    path = Path(shutil.copytree(tiny_target, tmp_path_factory.mktemp("served") / "target"))
+    add_switch(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def stage_inputs(
+    served_target: Path, random_head: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Artifact]:
     """What the `ab` stage reads, where there is no champion yet."""
     folder = tmp_path_factory.mktemp("prompts")
     prompts = [Prompt(f"p{i}", f"f{i % 2}", _turns(i, q), None, "file", i) for i, q in enumerate(QUESTIONS)]
     write_prompts(Location(str(folder / "prompts.jsonl")), prompts, {p.key: "held_out" for p in prompts})
-    facts = {"target": {"model": str(tiny_target), "path": str(tiny_target)}, "incumbent": {"version": None}}
+    facts = {"target": {"model": str(served_target), "path": str(served_target)}, "incumbent": {"version": None}}
     places = {"prompts": folder, "head": random_head}
     return {
         name: Artifact(
-            name, Location(str(places.get(name, tiny_target))), name, {"digest": name, "facts": facts.get(name, {})}
+            name, Location(str(places.get(name, served_target))), name, {"digest": name, "facts": facts.get(name, {})}
         )
         for name in ("target", "prompts", "head", "incumbent", "evaluation")
     }
@@ -68,9 +80,10 @@ def _turns(index: int, question: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def deployed(ray_cluster, tiny_target: Path, stage_inputs: dict[str, Artifact]):
+def deployed(ray_cluster, served_target: Path, stage_inputs: dict[str, Artifact]):
     """Arms `none` and `challenger`, half of the sessions each."""
-    overrides = [f"target.model={tiny_target}", "target.dtype=float32", "target.max_model_len=256"]
+    overrides = [f"target.model={served_target}", "target.dtype=float32", "target.max_model_len=256"]
+    overrides += [f"target.chat_template_kwargs={json.dumps(SWITCH)}"]
     overrides += [f"ab.port={free_port()}", "ab.requests=12", "ab.max_new_tokens=12"]
     settings = load_settings(None, None, [*overrides, f"evaluate.num_speculative_tokens={K}"])
     service = ab_service(settings, stage_inputs)

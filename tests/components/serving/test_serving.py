@@ -17,6 +17,7 @@ from components.serving.stages import ab_stage
 from components.serving.waiting import DeploymentFailed
 from components.stage import Output
 from components.storage import Location
+from components.target.chat import load_tokenizer, render
 from tests.components.serving.conftest import K
 from tests.components.serving.faulty import FaultyArm
 
@@ -73,6 +74,17 @@ def test_every_answer_names_its_arm_and_head_streamed_or_not(deployed, client, r
     last = json.loads(events[-2])
     assert last["usage"]["completion_tokens"] == 4
     assert bool(last.get("metrics")) == (arm == "challenger")
+
+
+@pytest.mark.parametrize("arm", ["none", "challenger"])
+def test_an_arm_writes_the_prompts_that_the_target_was_answered_with(client, served_target, arm):
+    tokenizer, messages = load_tokenizer(served_target), [{"role": "user", "content": "hello"}]
+    lengths = [len(render(tokenizer, messages, template_kwargs={"brief": value})) for value in (True, False)]
+    assert lengths[0] > lengths[1]
+    for own, length in zip(({}, {"chat_template_kwargs": {"brief": False}}), lengths, strict=True):
+        body = {"messages": messages, "max_tokens": 1} | own
+        reply = client.post(CHAT, json=body, headers={"x-aerie-arm": arm})
+        assert reply.json()["usage"]["prompt_tokens"] == length
 
 
 def test_speculation_does_not_change_the_greedy_text(client):
