@@ -82,7 +82,9 @@ class Evidence:
         target = self.settings.target
         served = f"{self.hub_id} --revision {self.target['revision']}" if self.hub_id else self.target["path"]
         config = head_arm(CANDIDATE, head, self.num_speculative_tokens).speculative_config()
-        command = f"vllm serve {served} --dtype {target.dtype} --max-model-len {target.max_model_len} "
+        command = (
+            f"vllm serve {served} --dtype {target.dtype} --max-model-len {target.max_model_len} --tokenizer-mode hf "
+        )
         if target.chat_template_kwargs:
             command += f"--default-chat-template-kwargs {shlex.quote(json.dumps(target.chat_template_kwargs))} "
         return command + f"--speculative-config {shlex.quote(json.dumps(config))}"

@@ -32,6 +32,8 @@ def engine_kwargs(
         "enable_prefix_caching": True,
         # A model's own sampling defaults (its generation_config.json) would change answers unseen; its end tokens stay.
         "generation_config": "vllm",
+        # By itself vLLM gives Mistral's own repositories another tokenizer, whose prompts are not the chat template's.
+        "tokenizer_mode": "hf",
         "trust_remote_code": False,
         "enforce_eager": not has_gpu(resources),
     }

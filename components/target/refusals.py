@@ -86,6 +86,11 @@ class Refusal:
     fix: str
 
 
+def _cannot_be_recorded(architecture: str, why: str) -> Rule:
+    reason = f"is drafted for by vLLM, but its hidden states cannot be recorded: {why}"
+    return Rule(architecture, "`architectures`", lambda facts: facts.architecture == architecture, reason)
+
+
 RULES = (
     Rule(
         "encoder-decoder",
@@ -143,12 +148,7 @@ RULES = (
         lambda facts: facts.rope.get("partial_rotary_factor", 1.0) != 1.0,
         "turns a part of each attention head only; a head of this project turns all of it",
     ),
-    *(
-        Rule(architecture, "`architectures`", lambda facts, name=architecture: facts.architecture == name, reason)
-        for architecture, reason in (
-            (name, f"is drafted for by vLLM, but cannot be recorded: {why}") for name, why in NOT_RECORDED.items()
-        )
-    ),
+    *(_cannot_be_recorded(architecture, why) for architecture, why in NOT_RECORDED.items()),
     Rule(
         "any other architecture",
         "`architectures`",

@@ -124,6 +124,7 @@ def test_the_command_serves_the_very_target_that_was_measured(model: str, served
     command = Evidence(Settings(), artifacts, Verdict(True, ())).serve_command("/heads/one")
     assert command.startswith(f"vllm serve {served} --dtype bfloat16 ")
     assert '"num_speculative_tokens": 5' in command
+    assert " --tokenizer-mode hf " in command
     assert "chat-template" not in command
 
 
