@@ -5,10 +5,18 @@ Every field says below itself what it does. A wrong setting raises `ConfigError`
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 
 
 class ConfigError(Exception):
@@ -43,11 +51,71 @@ class TargetConfig(Section):
     """Switches of the chat template (`enable_thinking: false`), the same for answering, evaluation and serving."""
 
 
+class PromptSource(Section):
+    path: str | None = None
+    """`builtin`, or a file or folder of JSONL, JSON or Parquet, or a folder that `datasets` saved."""
+    dataset: str | None = None
+    """Hugging Face data set id, instead of a path."""
+    name: str | None = None
+    """Configuration (subset) of a data set or of a folder laid out like one, where it has several."""
+    split: str | None = None
+    """Split of a data set or of a folder laid out like one; null: `train`, or the only one."""
+    revision: str | None = None
+    """Branch, tag or commit of a data set id; it is resolved to a commit."""
+    files: str | None = None
+    """Pattern such as `data/train-*` of the only files of a data set id to download; null: all of its data files."""
+    weight: Annotated[float, Field(gt=0.0)] | None = None
+    """Share of `data.max_prompts` beside the other sources' weights; null: as many as the source has rows."""
+    max_prompts: Count | None = None
+    """Take at most this many of the source, drawn by hash."""
+    family: str | None = None
+    """Family of all its rows; null: the row's `family`, `task` or `category`, else the name of its file."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "PromptSource":
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("a source is either a path or a dataset: name one of the two")
+        if self.path is not None and (self.revision or self.files):
+            raise ValueError("revision and files go with a dataset, not with a path: remove them")
+        if self.files is not None and (self.name or self.split):
+            raise ValueError("files chooses what name and split choose: give the one or the others")
+        return self
+
+
+def _off(value: Any) -> Any:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
+def _as_list(value: Any) -> Any:
+    """A path or a source stands for a list of one, a path for a source."""
+    values = value if isinstance(value, list) else [value]
+    return [{"path": item} if isinstance(item, str) else item for item in values]
+
+
+def _as_written(sources: list[PromptSource]) -> Any:
+    """The shortest form that reads as the same."""
+    short = [source.model_dump(mode="json", exclude_none=True) for source in sources]
+    plain = [source["path"] if list(source) == ["path"] else source for source in short]
+    return plain[0] if len(plain) == 1 else plain
+
+
+PromptSources = Annotated[list[PromptSource], BeforeValidator(_as_list), PlainSerializer(_as_written, return_type=Any)]
+
+
 class DataConfig(Section):
-    prompts: str | list[str] = "builtin"
-    """`builtin`, or files or folders of JSONL, JSON or Parquet."""
+    prompts: Annotated[PromptSources, Field(min_length=1)] = [PromptSource(path="builtin")]
+    """`builtin`, a file or folder, a source with its keys (below), or a list of these."""
     max_prompts: Count | None = None
     """Take at most this many, drawn over all sources by hash."""
+    deduplicate: Annotated[Literal["exact", "near", "off"], BeforeValidator(_off)] = "exact"
+    """exact: of equal conversations keep one; near: also of those that are alike; off: keep all."""
+    contamination: Annotated[Literal["drop", "warn", "off"], BeforeValidator(_off)] = "drop"
+    """What happens to a prompt for training that repeats a held-out or a benchmark prompt, whole or nearly."""
+    benchmarks: PromptSources = []
+    """Further prompts that none for training may repeat: sources as in `data.prompts`; they are not answered."""
+    near_similarity: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
+    """Share of common word triples (Jaccard) from which two prompts are alike."""
     held_out_families: list[str] = ["code_editing", "explanation", "rewriting"]
     """Families never trained on; evaluation and A/B traffic come from them."""
     validation_fraction: Annotated[float, Field(gt=0.0, lt=0.4)] = 0.05
@@ -61,11 +129,21 @@ class DataConfig(Section):
     seed: int = 0
     """Of the cap's draw and of sampled answers."""
     max_dropped_fraction: Share = 0.1
-    """The job fails when a larger share of rows is dropped or failed in one stage."""
+    """The job fails when a larger share of rows is dropped or failed in one stage; duplicates, contaminated rows and
+    rows beyond a cap do not count."""
     rows_per_shard: Count = 64
     """Rows of one file; how work is cut, not what comes out."""
     batch_tokens: Count = 1024
     """Tokens of one forward pass of the target during capture; packed documents pay attention for all of them."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataConfig":
+        weighted = [source.weight is not None for source in self.prompts]
+        if any(weighted) and not all(weighted):
+            raise ValueError("some of data.prompts have a weight and some have none: give one to each, or to none")
+        if any(weighted) and self.max_prompts is None:
+            raise ValueError("weights share out data.max_prompts, which is not set: set it, or cap each source")
+        return self
 
 
 class DraftConfig(Section):
@@ -355,8 +433,9 @@ def _explain(error: ValidationError) -> ConfigError:
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
     model: Any = Settings
     for part in loc:
-        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
-        if field is None:
-            return []
-        model = field.annotation
+        if hasattr(model, "model_fields"):
+            field = model.model_fields.get(part)
+            model = field.annotation if field else None
+        else:  # an item of a list or a value of a mapping
+            model = get_args(model)[-1] if get_args(model) else None
     return list(getattr(model, "model_fields", {}))

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from components.config import ArmConfig, ResourcesConfig, Settings, StageResources
+from components.config import ArmConfig, PromptSource, ResourcesConfig, Settings, StageResources
 
 HEAD = """# Configuration
 
@@ -27,7 +27,8 @@ SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 def page() -> str:
     sections = [section(name, field) for name, field in Settings.model_fields.items()]
     arm = "\n".join(["## Arms (`evaluate.baselines.<name>`)", "", *table("", ArmConfig)])
-    return "\n\n".join([HEAD.rstrip(), *sections, arm]) + "\n"
+    source = "\n".join(["## Sources (`data.prompts`, `data.benchmarks`)", "", *table("", PromptSource)])
+    return "\n\n".join([HEAD.rstrip(), *sections, source, arm]) + "\n"
 
 
 def section(name: str, field: FieldInfo) -> str:
@@ -85,6 +86,8 @@ def readable(annotation: Any) -> str:
         return " or ".join(f"`{argument}`" for argument in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(readable(argument) for argument in arguments)
+    if arguments == (PromptSource,):
+        return "path, source or list of both"
     if origin in (list, dict):
         return f"{origin.__name__} of {readable(arguments[-1])}"
     if annotation is types.NoneType:
@@ -102,7 +105,10 @@ def default_of(field: FieldInfo) -> str:
         return f"`{str(value).lower()}`"
     if isinstance(value, dict):
         return f"`{', '.join(value)}`" if value else "`{}`"
-    return f"`[{', '.join(map(str, value))}]`" if isinstance(value, list) else f"`{value}`"
+    if isinstance(value, list):
+        items = ", ".join(str(item.path) if isinstance(item, PromptSource) else str(item) for item in value)
+        return f"`[{items}]`" if len(value) != 1 or not isinstance(value[0], PromptSource) else f"`{items}`"
+    return f"`{value}`"
 
 
 if __name__ == "__main__":

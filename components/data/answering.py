@@ -121,8 +121,9 @@ class AnswerWorker(PartWorker):
             dialogue.is_over = True
             return
         dialogue.messages += dialogue.turns[len(dialogue.rows)]
+        prompt = dialogue.listed.prompt
         try:
-            prompt_ids = self._render(dialogue.messages, dialogue.listed.prompt.tools)
+            prompt_ids = prompt.ids or self._render(dialogue.messages, prompt.tools)
         except TemplateError as error:
             return self._give_up(dialogue, "template_rejects", str(error))
         if len(prompt_ids) + self._config.max_new_tokens > self._max_model_len:

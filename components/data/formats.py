@@ -38,7 +38,8 @@ def data_files(source: str) -> list[Path]:
     if root.is_dir():
         return _files_below(root)
     if not root.is_file():
-        raise ConfigError("data.prompts", f"{source} does not exist", "name an existing file or folder, or `builtin`")
+        fix = "name an existing file or folder, `builtin`, or a Hugging Face data set as {dataset: owner/name}"
+        raise ConfigError("data.prompts", f"{source} does not exist", fix)
     if root.suffix.lower() not in SUFFIXES:
         raise ConfigError(
             "data.prompts", f"{source} is of an unknown kind", f"use one of {', '.join(sorted(SUFFIXES))}"
@@ -94,12 +95,13 @@ def _read_parquet(path: Path, source: str) -> Iterator[RawRow]:
     line = 0
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=1024):
-            for value in _batch_rows(batch):
+            for value in arrow_rows(batch):
                 line += 1
                 yield RawRow(source, line, value)
 
 
-def _batch_rows(batch: pa.RecordBatch) -> Iterator[Any]:
+def arrow_rows(batch: pa.RecordBatch) -> Iterator[Any]:
+    """The rows of a batch as objects without their nulls; a row that is no UTF-8 is its `RowError`."""
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError:

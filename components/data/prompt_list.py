@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from components.data.prompts import Prompt
 from components.storage import Location
@@ -29,19 +30,21 @@ class PromptRange:
 
 def write_prompts(file: Location, prompts: Iterable[Prompt], splits: Mapping[str, str]) -> None:
     """One line a prompt, in the order given."""
-    lines = (
-        {
-            "key": prompt.key,
-            "family": prompt.family,
-            "split": splits[prompt.key],
-            "messages": prompt.messages,
-            "tools": prompt.tools,
-            "source": prompt.source,
-            "line": prompt.line,
-        }
-        for prompt in prompts
-    )
+    lines = (_line(prompt, splits[prompt.key]) for prompt in prompts)
     file.write_bytes("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+
+
+def _line(prompt: Prompt, split: str) -> dict[str, Any]:
+    line = {
+        "key": prompt.key,
+        "family": prompt.family,
+        "split": split,
+        "messages": prompt.messages,
+        "tools": prompt.tools,
+        "source": prompt.source,
+        "line": prompt.line,
+    }
+    return line if prompt.ids is None else line | {"ids": prompt.ids}
 
 
 def prompt_ranges(file: Location, prompts_per_part: int) -> list[PromptRange]:

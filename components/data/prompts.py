@@ -1,29 +1,25 @@
-"""Prompts: the built-in set or the user's files, as conversations that the target answers turn by turn.
+"""Prompts: the rows of all sources, as conversations that the target answers turn by turn, or as ids that it goes on from.
 
-A row's key is a hash of what is asked, never of where it stands: `row_key` says what is normalised. Splits go by the same
-hash, so a row never changes sides when others are added, moved or renamed.
+A row's key is a hash of what is asked, never of where it stands: `row_key` says what is normalised.
 """
 
 import hashlib
 import json
 import unicodedata
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from components.config import ConfigError
+from components.config import ConfigError, PromptSource
 from components.data.conversation import conversation
-from components.data.formats import RawRow, data_files, read_rows
+from components.data.pretokenised import id_prompt
 from components.data.reasons import Reason, RowError
+from components.data.sources import SourceRow, read_source, shown_name
 
-BUILTIN = "builtin"
-BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 FAMILY_FIELDS = ("family", "task", "category")
 
 Message = dict[str, Any]
-Split = Literal["train", "validation", "held_out"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,16 @@ class Prompt:
     """The file, and with `line` the place in it: for messages to people only."""
     line: int
     cut: Reason | None = None
-    """Why turns of the recorded conversation were left out; None where all are here."""
+    """Why parts of the recorded conversation were left out; None where all are here."""
+    ids: list[int] | None = None
+    """Token ids to answer as they are; there are no messages then."""
+    origin: int = 0
+    """Which of the settings' sources it comes from."""
+
+    @property
+    def content(self) -> str:
+        """The key without its occurrence: the same for equal rows."""
+        return self.key.rpartition("-")[0]
 
     def turns(self) -> list[list[Message]]:
         """The messages in pieces: the target answers after each piece, and its answer precedes the next."""
@@ -53,7 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used, with the name of the reason (`Reason`)."""
+    """A row that is not used, with the name of the reason (`Reason`)."""
 
     source: str
     line: int
@@ -61,99 +66,63 @@ class BadRow:
     detail: str
 
 
-def read_prompts(source: str | list[str], max_prompts: int | None, seed: int) -> tuple[list[Prompt], list[BadRow]]:
-    """All prompts of `source` and the rows that are none; rows in = prompts + bad rows, before the cap.
-
-    Args:
-        source: `builtin`, a file or folder (JSONL, JSON, Parquet), or several of them.
-        max_prompts: keep at most this many, each family its share, chosen by hash.
-        seed: another seed chooses others.
+def read_prompts(sources: Sequence[PromptSource]) -> tuple[list[Prompt], list[BadRow]]:
+    """All prompts of the sources and the rows that are none; rows in = prompts + bad rows.
 
     Returns:
-        The prompts in the order of their keys, and the bad rows in the order of the files.
+        The prompts in the order of their keys, equal ones numbered, and the bad rows in the order of the files.
 
     Raises:
-        ConfigError: a source that does not exist or cannot be read, or not a single usable row.
+        ConfigError: at `data.prompts`: a source that cannot be read, or not a single usable row.
     """
     prompts: list[Prompt] = []
     bad: list[BadRow] = []
-    for row in iter_prompts([source] if isinstance(source, str) else source):
-        if isinstance(row, Prompt):
-            prompts.append(row)
-        else:
-            bad.append(row)
+    for origin, source in enumerate(sources):
+        for row in read_source(source):
+            read = _read_row(row, source, origin)
+            if isinstance(read, Prompt):
+                prompts.append(read)
+            else:
+                bad.append(read)
     if not prompts:
-        raise _nothing_usable(source, bad)
-    return sorted(_capped(_numbered(prompts), max_prompts, seed), key=lambda prompt: prompt.key), bad
+        raise _nothing_usable(sources, bad)
+    return sorted(_numbered(prompts), key=lambda prompt: prompt.key), bad
 
 
-def iter_prompts(sources: Iterable[str]) -> Iterator[Prompt | BadRow]:
-    """Every row of the sources, one by one; equal rows still share one key, that of occurrence 0."""
-    for name in sources:
-        is_builtin = name == BUILTIN
-        for path in data_files(str(BUILTIN_FOLDER) if is_builtin else name):
-            shown = f"{BUILTIN}/{path.name}" if is_builtin else str(path)
-            for row in read_rows(path, shown):
-                yield _prompt(row, path.stem)
-
-
-def row_key(messages: list[Message], tools: list[Message] | None, occurrence: int = 0) -> str:
-    """`<sha256 of the normalised conversation>-<occurrence>`.
+def row_key(
+    messages: list[Message], tools: list[Message] | None, occurrence: int = 0, ids: list[int] | None = None
+) -> str:
+    """`<sha256 of the normalised conversation, or of the ids>-<occurrence>`.
 
     Normalised: every text in Unicode NFC, CRLF and CR as LF, without blanks at its ends; blanks inside count (they are
     code). Object keys are sorted. `occurrence` tells equal rows apart.
     """
-    text = json.dumps(_normalised([messages, tools or None]), sort_keys=True, ensure_ascii=False)
+    asked = [messages, tools or None] if ids is None else ids
+    text = json.dumps(_normalised(asked), sort_keys=True, ensure_ascii=False)
     return f"{hashlib.sha256(text.encode()).hexdigest()}-{occurrence}"
 
 
-def split_of(prompt: Prompt, held_out_families: list[str], validation_fraction: float) -> Split:
-    """The side of one prompt: its family decides, else the hash of its content; equal rows go to one side.
-
-    `split_prompts` splits a whole set; it also knows what to do when no family is held out.
-    """
-    if prompt.family in held_out_families:
-        return "held_out"
-    return "validation" if _position(prompt) < validation_fraction else "train"
-
-
-def split_prompts(prompts: list[Prompt], held_out_families: list[str], validation_fraction: float) -> dict[str, Split]:
-    """The side of every prompt, by key.
-
-    A row that equals one of a held-out family is held out too, whatever its own family. Where no prompt is of a held-out
-    family, the hash range [0, f) is held out and [f, 2f) is validation, with f the `validation_fraction`.
-    """
-    held_out = {_content(prompt) for prompt in prompts if prompt.family in held_out_families}
-    if held_out:
-        return {
-            prompt.key: "held_out"
-            if _content(prompt) in held_out
-            else split_of(prompt, held_out_families, validation_fraction)
-            for prompt in prompts
-        }
-    return {prompt.key: _split_by_hash(_position(prompt), validation_fraction) for prompt in prompts}
-
-
-def _split_by_hash(position: float, fraction: float) -> Split:
-    if position < fraction:
-        return "held_out"
-    return "validation" if position < 2 * fraction else "train"
-
-
-def _prompt(row: RawRow, stem: str) -> Prompt | BadRow:
+def _read_row(row: SourceRow, source: PromptSource, origin: int) -> Prompt | BadRow:
+    raw = row.raw
     try:
-        if isinstance(row.value, RowError):
-            raise row.value
-        asked = conversation(row.value)
+        if isinstance(raw.value, RowError):
+            raise raw.value
+        given = id_prompt(raw.value)
+        asked = None if given else conversation(raw.value)
     except RowError as error:
-        return BadRow(row.source, row.line, error.reason.value, error.detail)
+        return BadRow(raw.source, raw.line, error.reason.value, error.detail)
+    family = source.family or _family(raw.value, row.family)
+    if given:
+        key = row_key([], None, ids=given.ids)
+        return Prompt(key, family, [], None, raw.source, raw.line, given.cut, given.ids, origin)
+    assert asked is not None
     key = row_key(asked.messages, asked.tools)
-    return Prompt(key, _family(row.value, stem), asked.messages, asked.tools, row.source, row.line, asked.cut)
+    return Prompt(key, family, asked.messages, asked.tools, raw.source, raw.line, asked.cut, None, origin)
 
 
-def _family(row: dict[str, Any], stem: str) -> str:
+def _family(row: dict[str, Any], default: str) -> str:
     named = [row[field] for field in FAMILY_FIELDS if isinstance(row.get(field), str) and row[field].strip()]
-    return named[0].strip() if named else stem
+    return named[0].strip() if named else default
 
 
 def _normalised(value: Any) -> Any:
@@ -164,48 +133,16 @@ def _normalised(value: Any) -> Any:
     return {key: _normalised(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _numbered(prompts: list[Prompt]) -> list[Prompt]:
+def _numbered(prompts: list[Prompt]) -> Iterator[Prompt]:
     # Sorted first, so that of equal rows it never matters which came first.
-    ordered = sorted(prompts, key=lambda p: (p.key, p.family, json.dumps(p.messages), p.source, p.line))
     seen: Counter[str] = Counter()
-    numbered = []
-    for prompt in ordered:
-        content = _content(prompt)
-        numbered.append(replace(prompt, key=f"{content}-{seen[content]}"))
-        seen[content] += 1
-    return numbered
+    for prompt in sorted(prompts, key=lambda p: (p.key, p.family, json.dumps(p.messages), p.source, p.line)):
+        yield replace(prompt, key=f"{prompt.content}-{seen[prompt.content]}")
+        seen[prompt.content] += 1
 
 
-def _capped(prompts: list[Prompt], max_prompts: int | None, seed: int) -> list[Prompt]:
-    """At most `max_prompts`, each family its share to within one, chosen by hash and never by position."""
-    if max_prompts is None or len(prompts) <= max_prompts:
-        return prompts
-    families: dict[str, list[tuple[str, Prompt]]] = defaultdict(list)
-    for prompt in prompts:
-        families[prompt.family].append((hashlib.sha256(f"{seed}:{prompt.key}".encode()).hexdigest(), prompt))
-    return [prompt for _, _, prompt in sorted(_places(families.values()), key=lambda place: place[:2])[:max_prompts]]
-
-
-def _places(families: Iterable[list[tuple[str, Prompt]]]) -> Iterator[tuple[float, str, Prompt]]:
-    # The i-th of n stands at (i + u) / n of its family, u in [0, 1) by hash: the smallest come from all families alike.
-    for family in families:
-        ordered = sorted(family, key=lambda pair: pair[0])
-        offset = int(ordered[0][0][-13:], 16) / 16**13
-        for i, (drawn, prompt) in enumerate(ordered):
-            yield (i + offset) / len(ordered), drawn, prompt
-
-
-def _content(prompt: Prompt) -> str:
-    return prompt.key.rpartition("-")[0]
-
-
-def _position(prompt: Prompt) -> float:
-    """Where the content's hash lies in [0, 1); 52 bits, so that a float holds it exactly."""
-    return int(_content(prompt)[:13], 16) / 16**13
-
-
-def _nothing_usable(source: str | list[str], bad: list[BadRow]) -> ConfigError:
-    name = source if isinstance(source, str) else ", ".join(source)
+def _nothing_usable(sources: Sequence[PromptSource], bad: list[BadRow]) -> ConfigError:
+    name = ", ".join(map(shown_name, sources))
     if not bad:
         return ConfigError("data.prompts", f"{name} holds no row", "add at least one prompt")
     counts = ", ".join(f"{reason} {count}" for reason, count in Counter(row.reason for row in bad).most_common())

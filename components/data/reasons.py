@@ -37,6 +37,25 @@ class Reason(StrEnum):
     """The chat template leaves out tools, tool calls or tool results."""
     TEMPLATE_HIDES_TEXT = "template_hides_text"
     """The chat template leaves out a system or user turn."""
+    TEMPLATE_HIDES_REASONING = "template_hides_reasoning"
+    """The chat template leaves out what stood before a tool call; the rest of the row is used."""
+    BAD_IDS = "bad_ids"
+    """Token ids that are no list of integers, or a mask that does not fit them."""
+    IDS_OUT_OF_VOCABULARY = "ids_out_of_vocabulary"
+    LATER_TURNS = "later_turns"
+    """Recorded ids go on after the first answer; only what precedes it is asked."""
+    DUPLICATE = "duplicate"
+    """Equal to a row that is used."""
+    NEAR_DUPLICATE = "near_duplicate"
+    """Almost equal to a row that is used."""
+    CONTAMINATED = "contaminated"
+    """Repeats a held-out or a benchmark prompt."""
+    OVER_CAP = "over_cap"
+    """Not drawn: `max_prompts` of the settings or of the source is reached."""
+
+
+CHOSEN = frozenset({Reason.DUPLICATE, Reason.NEAR_DUPLICATE, Reason.CONTAMINATED, Reason.OVER_CAP})
+"""Reasons of rows that nothing is wrong with: the settings leave them out."""
 
 
 class RowError(Exception):

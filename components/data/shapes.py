@@ -17,10 +17,21 @@ ROLES = {
 """Role names in lower case; a `call` is an assistant turn whose text is the JSON of one tool call."""
 
 
+TEXT_KEYS = ("turns", "messages", "conversations", "conversation", "prompt", "instruction")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Where templates and files keep what an assistant thought; here it is the first."""
+
+
+def has_text_shape(row: dict[str, Any]) -> bool:
+    """Whether `row_messages` knows where this row keeps its prompt."""
+    return any(row.get(key) for key in TEXT_KEYS)
+
+
 def row_messages(row: dict[str, Any]) -> list[Message]:
     """The messages of a row as `{"role", "content"}`, roles system, user, assistant or tool, text as it stands.
 
-    An assistant message may hold `tool_calls` (arguments as an object), a tool message `tool_call_id` and `name`.
+    An assistant message may hold `tool_calls` (arguments as an object) and then `reasoning_content`, a tool message
+    `tool_call_id` and `name`.
     Shapes in the order in which they are looked for: `turns` (user turns; the system turn may stand in `messages`),
     `messages`, `conversations`, `conversation`, `prompt` as a list; then `instruction` or `prompt` as text, joined by a
     blank line with `input` or `context`. A `system` or `system_prompt` beside any of them comes first.
@@ -94,9 +105,15 @@ def _message(raw: Any) -> Message:
     message: Message = {"role": role, "content": _content(raw)}
     if calls:
         message["tool_calls"] = calls
+        thought = next((raw[key] for key in REASONING_KEYS if _is_said(raw.get(key))), None)
+        message |= {REASONING_KEYS[0]: thought} if thought else {}
     if role == "tool":
         message |= {key: raw[key] for key in ("tool_call_id", "name") if isinstance(raw.get(key), str)}
     return message
+
+
+def _is_said(text: Any) -> bool:
+    return isinstance(text, str) and bool(text.strip())
 
 
 def _content(raw: dict[str, Any]) -> str:

@@ -3,20 +3,17 @@
 What only a running stage needs (Ray Data, vLLM, transformers: seconds to import) is imported when it runs.
 """
 
-import hashlib
+import json
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from components.config import Settings
-from components.data.formats import data_files
+from components.config import PromptSource, Settings
 from components.data.parts import write_quarantine
+from components.data.preparation import prepare_prompts, without_choices
 from components.data.prompt_list import PROMPTS, write_prompts
-from components.data.prompts import BUILTIN, BUILTIN_FOLDER, BadRow, Prompt, read_prompts, split_prompts
-from components.data.template import renderable
+from components.data.sources import blamed_on, source_identity
 from components.stage import Artifact, Outcome, Output, RowAccount, Stage, check_rows
 from components.target.aux_layers import bytes_per_token, choose_aux_layers
 from components.target.stages import target_path
@@ -25,37 +22,42 @@ log = logging.getLogger("aerie")
 
 
 def prompts_stage(settings: Settings) -> Stage:
-    """Reads the prompts, drops what the target's chat template cannot show, and deals them to the splits."""
+    """Reads the prompts, chooses those to use, drops what the target's chat template cannot show."""
     data = settings.data
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
         from components.target.chat import load_tokenizer
 
-        prompts, bad = read_prompts(data.prompts, data.max_prompts, data.seed)
-        prompts, unshown = renderable(
-            prompts, load_tokenizer(target_path(inputs["target"])), settings.target.chat_template_kwargs
+        tokenizer = load_tokenizer(target_path(inputs["target"]))
+        prepared = prepare_prompts(
+            data, tokenizer, inputs["target"].facts["vocab_size"], settings.target.chat_template_kwargs
         )
-        splits = split_prompts(prompts, data.held_out_families, data.validation_fraction)
-        write_prompts(output.join(PROMPTS), prompts, splits)
-        write_quarantine(output.location, map(asdict, [*bad, *unshown]))
-        rows = _prompt_account(prompts, [*bad, *unshown])
-        log.info("prompts: %s", rows.table())
-        _report(output, rows)
-        check_rows(rows, data.max_dropped_fraction, "prompts")
-        return Outcome(_prompt_facts(prompts, splits), rows)
+        write_prompts(output.join(PROMPTS), prepared.prompts, prepared.splits)
+        write_quarantine(output.location, map(asdict, prepared.lost))
+        log.info("prompts: %s", prepared.rows.table())
+        _report(output, prepared.rows)
+        check_rows(without_choices(prepared.rows), data.max_dropped_fraction, "prompts")
+        return Outcome(prepared.facts, prepared.rows)
 
     return Stage(
         name="prompts",
         run=run,
         config={
             "max_prompts": data.max_prompts,
+            "deduplicate": data.deduplicate,
+            "contamination": data.contamination,
+            "near_similarity": data.near_similarity,
             "held_out_families": sorted(data.held_out_families),
             "validation_fraction": data.validation_fraction,
             "seed": data.seed,
         },
         inputs=("target",),
-        extra=lambda: {"files": file_digests(data.prompts)},
-        plan=lambda artifacts: f"{len(file_digests(data.prompts))} files of prompts",
+        version=2,
+        extra=lambda: {
+            "sources": _identities(data.prompts, "data.prompts"),
+            "benchmarks": _identities(data.benchmarks, "data.benchmarks"),
+        },
+        plan=lambda artifacts: f"prompts of {len(data.prompts)} sources",
     )
 
 
@@ -142,31 +144,9 @@ def vocabulary_stage(settings: Settings) -> Stage:
     )
 
 
-def file_digests(source: str | list[str]) -> list[list[str]]:
-    """[name, sha256] of every file of prompts; a name matters (it can be a family), a folder does not."""
-    files: list[Path] = []
-    for name in [source] if isinstance(source, str) else source:
-        files += data_files(str(BUILTIN_FOLDER) if name == BUILTIN else name)
-    return sorted([file.name, _sha256(file)] for file in files)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _prompt_account(prompts: list[Prompt], bad: list[BadRow]) -> RowAccount:
-    cut = sum(prompt.cut is not None for prompt in prompts)
-    dropped = Counter(row.reason for row in bad)
-    return RowAccount(len(prompts) + len(bad), len(prompts) - cut, cut, dict(dropped))
-
-
-def _prompt_facts(prompts: list[Prompt], splits: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "turns": sum(len(prompt.turns()) for prompt in prompts),
-        "splits": dict(sorted(Counter(splits.values()).items())),
-        "families": dict(sorted(Counter(prompt.family for prompt in prompts).items())),
-    }
+def _identities(sources: list[PromptSource], setting: str) -> list[dict[str, Any]]:
+    with blamed_on(setting):
+        return sorted(map(source_identity, sources), key=lambda identity: json.dumps(identity, sort_keys=True))
 
 
 def _report(output: Output, rows: RowAccount | None) -> None:

@@ -1,10 +1,13 @@
 """Whether the target's chat template shows a conversation: a row that it rejects or garbles costs that row only."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from components.data.prompts import BadRow, Prompt
 from components.data.reasons import Reason, RowError
+from components.data.shapes import REASONING_KEYS
 
 Message = dict[str, Any]
 
@@ -18,7 +21,8 @@ def renderable(
     """The prompts whose whole conversation `tokenizer`'s chat template shows, and those that it does not.
 
     A template may raise an error on a conversation (a system turn, a tool role), or leave a part out without a word: both
-    end up here, with a reason each.
+    end up here, with a reason each. Reasoning before a tool call is passed on under the name that the template reads;
+    where it reads none, the row goes on without it, as one that was cut. Prompts given as ids need no template.
 
     Args:
         prompts: What the target would be asked.
@@ -30,11 +34,9 @@ def renderable(
     bad: list[BadRow] = []
     for prompt in prompts:
         try:
-            _check(prompt, template)
+            good.append(prompt if prompt.ids is not None else _shown(prompt, template))
         except RowError as error:
             bad.append(BadRow(prompt.source, prompt.line, error.reason.value, error.detail))
-        else:
-            good.append(prompt)
     return good, bad
 
 
@@ -52,6 +54,37 @@ class _Template:
             return render_text(self._tokenizer, messages, tools, True, self._template_kwargs)
         except TemplateError as error:
             raise RowError(Reason.TEMPLATE_REJECTS, error.said) from None
+
+
+def _shown(prompt: Prompt, template: _Template) -> Prompt:
+    prompt = _with_reasoning(prompt, template)
+    _check(prompt, template)
+    return prompt
+
+
+def _with_reasoning(prompt: Prompt, template: _Template) -> Prompt:
+    for i, message in enumerate(prompt.messages):
+        if REASONING_KEYS[0] in message:
+            prompt = _as_template_reads(prompt, i, template)
+    return prompt
+
+
+def _as_template_reads(prompt: Prompt, i: int, template: _Template) -> Prompt:
+    """The prompt with the reasoning of message i under the name that shows it, or without it."""
+    message = prompt.messages[i]
+    plain = {key: value for key, value in message.items() if key != REASONING_KEYS[0]}
+    ways = [{**plain, key: message[REASONING_KEYS[0]]} for key in REASONING_KEYS]
+    without = _text_after(prompt, i, plain, template)
+    way = next((way for way in ways if _text_after(prompt, i, way, template) != without), None)
+    messages = [*prompt.messages[:i], way or plain, *prompt.messages[i + 1 :]]
+    return replace(prompt, messages=messages, cut=prompt.cut or (None if way else Reason.TEMPLATE_HIDES_REASONING))
+
+
+def _text_after(prompt: Prompt, i: int, message: Message, template: _Template) -> str:
+    """What the target reads before its next answer, with `message` in place i: later, templates forget reasoning."""
+    later = takewhile(lambda other: other["role"] != "user", prompt.messages[i + 1 :])
+    upto = replace(prompt, messages=[*prompt.messages[:i], message, *later])
+    return template.show(_with_answers(upto), prompt.tools)
 
 
 def _check(prompt: Prompt, template: _Template) -> None:

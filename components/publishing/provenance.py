@@ -6,6 +6,7 @@ from typing import Any
 
 from huggingface_hub import metadata_load
 
+from components.data.sources import BUILTIN
 from components.publishing.evidence import Evidence
 from components.stage import Artifact
 from components.target.resolve import BUNDLED_PREFIX
@@ -30,10 +31,10 @@ def provenance(evidence: Evidence) -> dict[str, Any]:
 
 def licences(evidence: Evidence) -> dict[str, str]:
     """The licence of each thing that the head was made of; the head holds rows of the target's own weights."""
-    prompts = evidence.settings.data.prompts
+    is_own = [source.path for source in evidence.settings.data.prompts] == [BUILTIN]
     return {
         "target": _target_licence(evidence.artifacts["target"]),
-        "prompts": OWN_LICENCE if prompts == "builtin" else "of the files named in data.prompts",
+        "prompts": OWN_LICENCE if is_own else "of the sources named in data.prompts",
         "head": "derived from the target's weights and answers: the target's licence applies",
     }
 

@@ -92,10 +92,10 @@ def platform_identity(settings: Settings) -> dict[str, Any]:
 
 
 def read_sessions(prompts: Artifact, settings: Settings) -> list[Session]:
-    """The traffic: held-out prompts, as many requests as `ab.requests`."""
+    """The traffic: held-out prompts, as many requests as `ab.requests`; token ids are no chat, and left out."""
     rows = [json.loads(line) for line in prompts.join("prompts.jsonl").read_bytes().splitlines()]
     held_out = [Prompt(**{k: v for k, v in row.items() if k != "split"}) for row in rows if row["split"] == "held_out"]
-    return make_sessions(held_out, settings.ab.requests)
+    return make_sessions([prompt for prompt in held_out if prompt.ids is None], settings.ab.requests)
 
 
 def run_traffic(

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from components.config import ConfigError
+from components.hub import HUB_ID, first_line, snapshot
 from components.target.bundled import get_bundle, materialize_bundled
 from components.target.refusals import find_refusal
 
@@ -34,7 +24,6 @@ BUNDLED_PREFIX = "bundled:"
 WEIGHTS = "*.safetensors"
 DOWNLOADED = ["*.json", "*.jinja", WEIGHTS, "*.model", "*.txt"]
 NOT_DOWNLOADED = ["original/*", "consolidated*", "onnx/*"]
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -171,27 +160,9 @@ def _hub_id(model: str) -> str:
 
 
 def _snapshot(model: str, revision: str | None, patterns: list[str]) -> Path:
-    try:
-        folder = snapshot_download(
-            model, revision=revision, allow_patterns=patterns, ignore_patterns=NOT_DOWNLOADED, max_workers=4
-        )
-    except RevisionNotFoundError:
-        fix = "name one of its branches, tags or commits"
-        raise ConfigError("target.revision", f"{model} has no revision {revision!r}", fix) from None
-    except GatedRepoError:
-        fix = f"accept its licence at https://huggingface.co/{model} and log in with `hf auth login`"
-        raise ConfigError("target.model", f"{model} is gated", fix) from None
-    except (RepositoryNotFoundError, HFValidationError):
-        problem = f"{model} is neither a folder nor a Hugging Face model that you may read"
-        raise ConfigError("target.model", problem, "check the spelling, or log in with `hf auth login`") from None
-    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
-        problem = f"{model} is not in the local cache and Hugging Face cannot be reached ({_first_line(error)})"
-        raise ConfigError("target.model", problem, "check the network, or name a local folder") from None
-    return Path(folder)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return snapshot(
+        model, revision, "model", patterns, NOT_DOWNLOADED, setting="target.model", revision_setting="target.revision"
+    )
 
 
 def _read_config(model: str, folder: Path) -> PreTrainedConfig:
@@ -200,7 +171,7 @@ def _read_config(model: str, folder: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        problem = f"transformers cannot read the config of {model} ({_first_line(error)})"
+        problem = f"transformers cannot read the config of {model} ({first_line(error)})"
         raise ConfigError("target.model", problem, "use a model without remote code") from None
     if refusal := find_refusal(config):
         raise ConfigError("target.model", refusal.reason, refusal.fix)

@@ -45,6 +45,26 @@ def test_empty_files_are_no_settings(tmp_path: Path) -> None:
             "data.max_new_tokens=4096",
             r"settings: data\.max_new_tokens must be below target\.max_model_len\. Fix: lower",
         ),
+        ("data.prompts=[]", r"data\.prompts: \[\] is not usable"),
+        ("data.prompts=3", r"data\.prompts\.0: 3 is not usable"),
+        (
+            "data.prompts={path: a, dataset: b}",
+            r"data\.prompts\.0: a source is either a path or a dataset\. Fix: name one",
+        ),
+        ("data.prompts=[a, {path: b, revision: main}]", r"data\.prompts\.1: revision and files go with a dataset"),
+        (
+            "data.prompts={dataset: a/b, files: x, split: y}",
+            r"data\.prompts\.0: files chooses what name and split choose",
+        ),
+        (
+            "data.prompts=[{path: b, wieght: 2}]",
+            r"data\.prompts\.0\.wieght: unknown setting\. Fix: did you mean weight\?",
+        ),
+        ("data.prompts=[{path: b, weight: 0}]", r"data\.prompts\.0\.weight: 0 is not usable"),
+        ("data.prompts=[{path: b, weight: 2}]", r"data: weights share out data\.max_prompts, which is not set"),
+        ("data.prompts=[a, {path: b, weight: 2}]", r"data: some of data\.prompts have a weight"),
+        ("data.benchmarks=[{file: a}]", r"data\.benchmarks\.0\.file: unknown setting\. Fix: (did you mean|use one of)"),
+        ("data.contamination=maybe", r"data\.contamination: 'maybe' is not usable"),
         ("evaluate.baselines={}", r"evaluate: evaluate\.baselines\.none must exist"),
         ("evaluate.baselines.x.method=ngram", r"evaluate\.baselines\.x: an ngram arm needs num_speculative_tokens"),
         ("evaluate.baselines.x.methods=ngram", r"evaluate\.baselines\.x\.method"),
@@ -82,6 +102,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_value_keeps_its_equals_signs() -> None:
     settings = load_settings(None, None, ["storage.uri=s3://bucket/a=b", "ab.salt=x=y=z"])
     assert (settings.storage.uri, settings.ab.salt) == ("s3://bucket/a=b", "x=y=z")
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["builtin", ["a.jsonl", "b"], {"dataset": "lab/chats", "split": "train"}, ["a", {"path": "b", "family": "exam"}]],
+)
+def test_sources_are_written_as_they_were_given(written: object) -> None:
+    settings = Settings.model_validate({"data": {"prompts": written}})
+    assert settings.model_dump(mode="json")["data"]["prompts"] == written
+    count = len(written) if isinstance(written, list) else 1
+    assert len(settings.data.prompts) == count
 
 
 def test_settings_are_frozen_and_survive_yaml() -> None:

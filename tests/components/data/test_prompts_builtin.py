@@ -7,7 +7,9 @@ import jsonschema
 import pytest
 
 from components.config import DataConfig
-from components.data.prompts import BUILTIN_FOLDER, read_prompts, split_prompts
+from components.data.sources import BUILTIN_FOLDER
+from components.data.splits import split_prompts
+from tests.components.data.prompt_rows import read
 
 LONGEST_CHARACTERS = 1000
 """About 300 tokens of English or code: a small target on a small machine answers them in time."""
@@ -40,7 +42,7 @@ ROW_SCHEMA = {
 
 @pytest.fixture(scope="module")
 def prompts():
-    found, bad = read_prompts("builtin", None, 0)
+    found, bad = read("builtin")
     assert bad == []
     return found
 

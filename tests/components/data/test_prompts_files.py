@@ -7,7 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from components.config import ConfigError
-from components.data.prompts import BadRow, read_prompts
+from components.data.prompts import BadRow
+from tests.components.data.prompt_rows import read
 
 
 def row(text: str) -> dict:
@@ -22,9 +23,9 @@ def texts(prompts) -> list[str]:
     return [prompt.messages[0]["content"] for prompt in sorted(prompts, key=lambda prompt: prompt.line)]
 
 
-def read(path, content: bytes):
+def read_bytes(path, content: bytes):
     path.write_bytes(content)
-    return read_prompts(str(path), None, 0)
+    return read(path)
 
 
 def reasons(bad: list[BadRow]) -> list[tuple[int, str]]:
@@ -33,21 +34,21 @@ def reasons(bad: list[BadRow]) -> list[tuple[int, str]]:
 
 def test_byte_order_mark_crlf_blank_lines_and_line_separators(tmp_path):
     content = b"\xef\xbb\xbf" + line("one").replace(b"\n", b"\r\n") + b"\r\n  \n" + line("two\u2028\u0085three\x0bfour")
-    prompts, bad = read(tmp_path / "a.jsonl", content)
+    prompts, bad = read_bytes(tmp_path / "a.jsonl", content)
     assert texts(prompts) == ["one", "two\u2028\u0085three\x0bfour"]
     assert [prompt.line for prompt in sorted(prompts, key=lambda prompt: prompt.line)] == [1, 4]
     assert bad == []
 
 
 def test_escaped_line_breaks_stay_as_they_are(tmp_path):
-    prompts, _ = read(tmp_path / "a.jsonl", line("one\r\ntwo"))
+    prompts, _ = read_bytes(tmp_path / "a.jsonl", line("one\r\ntwo"))
     assert texts(prompts) == ["one\r\ntwo"]
 
 
 def test_latin1_line_and_lone_surrogate_cost_their_own_rows_only(tmp_path):
     latin1 = line("a café?").replace("é".encode(), "é".encode("latin-1"))
     surrogate = line("half: X").replace(b"X", b"\\ud83d")
-    prompts, bad = read(tmp_path / "a.jsonl", line("one") + latin1 + surrogate + line("four"))
+    prompts, bad = read_bytes(tmp_path / "a.jsonl", line("one") + latin1 + surrogate + line("four"))
     assert texts(prompts) == ["one", "four"]
     assert reasons(bad) == [(2, "not_utf8"), (3, "lone_surrogate")]
     for bad_row in bad:
@@ -57,30 +58,32 @@ def test_latin1_line_and_lone_surrogate_cost_their_own_rows_only(tmp_path):
 
 @pytest.mark.parametrize("part", [line("two")[:-9], line("naïve")[: line("naïve").index("ï".encode()) + 1]])
 def test_truncated_last_line_is_reported(tmp_path, part):
-    prompts, bad = read(tmp_path / "a.jsonl", line("one") + part)
+    prompts, bad = read_bytes(tmp_path / "a.jsonl", line("one") + part)
     assert texts(prompts) == ["one"]
     assert reasons(bad) == [(2, "truncated_line")]
 
 
 def test_last_line_without_line_feed_counts_if_whole(tmp_path):
-    prompts, bad = read(tmp_path / "a.jsonl", line("one") + line("two")[:-1])
+    prompts, bad = read_bytes(tmp_path / "a.jsonl", line("one") + line("two")[:-1])
     assert texts(prompts) == ["one", "two"]
     assert bad == []
 
 
 def test_rows_in_are_prompts_and_bad_rows(tmp_path):
     deep = b"[" * 100_000 + b"\n"
-    prompts, bad = read(tmp_path / "a.jsonl", line("one") + b"{oops}\n" + b"[1]\n" + b'"text"\n' + deep + line("six"))
+    prompts, bad = read_bytes(
+        tmp_path / "a.jsonl", line("one") + b"{oops}\n" + b"[1]\n" + b'"text"\n' + deep + line("six")
+    )
     assert texts(prompts) == ["one", "six"]
     assert reasons(bad) == [(2, "bad_json"), (3, "not_an_object"), (4, "not_an_object"), (5, "bad_json")]
 
 
 def test_json_array_wrapped_array_single_row_and_jsonl_under_its_name(tmp_path):
     rows = [row("one"), row("two")]
-    assert texts(read(tmp_path / "a.json", json.dumps(rows, indent=1).encode())[0]) == ["one", "two"]
-    assert texts(read(tmp_path / "b.json", json.dumps({"data": rows}).encode())[0]) == ["one", "two"]
-    assert texts(read(tmp_path / "c.json", json.dumps(row("one")).encode())[0]) == ["one"]
-    prompts, bad = read(tmp_path / "d.json", line("one") + b"{oops\n" + line("three"))
+    assert texts(read_bytes(tmp_path / "a.json", json.dumps(rows, indent=1).encode())[0]) == ["one", "two"]
+    assert texts(read_bytes(tmp_path / "b.json", json.dumps({"data": rows}).encode())[0]) == ["one", "two"]
+    assert texts(read_bytes(tmp_path / "c.json", json.dumps(row("one")).encode())[0]) == ["one"]
+    prompts, bad = read_bytes(tmp_path / "d.json", line("one") + b"{oops\n" + line("three"))
     assert texts(prompts) == ["one", "three"]
     assert reasons(bad) == [(2, "bad_json")]
 
@@ -93,7 +96,7 @@ def test_parquet_with_nulls_for_missing_keys(tmp_path):
         {"messages": [{"role": "user", "content": "three"}, {"role": "critic", "content": "x"}]},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=1)
-    prompts, bad = read_prompts(str(tmp_path / "a.parquet"), None, 0)
+    prompts, bad = read(tmp_path / "a.parquet")
     assert texts(prompts) == ["one", "two"]
     assert sorted(len(prompt.messages) for prompt in prompts) == [1, 3]
     assert reasons(bad) == [(3, "unknown_role")]
@@ -102,17 +105,17 @@ def test_parquet_with_nulls_for_missing_keys(tmp_path):
 def test_parquet_string_that_is_no_utf8(tmp_path):
     column = pa.array([b"one", b"caf\xe9", b"three"]).view(pa.string())
     pq.write_table(pa.table({"prompt": column}), tmp_path / "a.parquet")
-    prompts, bad = read_prompts(str(tmp_path / "a.parquet"), None, 0)
+    prompts, bad = read(tmp_path / "a.parquet")
     assert texts(prompts) == ["one", "three"]
     assert reasons(bad) == [(2, "not_utf8")]
 
 
 def test_same_rows_have_the_same_keys_in_every_kind_of_file(tmp_path):
     rows = [row("one"), row("two")]
-    read(tmp_path / "a.jsonl", b"".join(line(text) for text in ("two", "one")))
+    read_bytes(tmp_path / "a.jsonl", b"".join(line(text) for text in ("two", "one")))
     (tmp_path / "b.json").write_text(json.dumps(rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
-    keys = {tuple(p.key for p in read_prompts(str(path), None, 0)[0]) for path in tmp_path.iterdir()}
+    keys = {tuple(p.key for p in read(path)[0]) for path in tmp_path.iterdir()}
     assert len(keys) == 1
 
 
@@ -121,7 +124,7 @@ def test_folder_reads_all_data_files_below_it_and_nothing_hidden(tmp_path):
         path = tmp_path / "rows" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(line(name))
-    prompts, bad = read_prompts(str(tmp_path / "rows"), None, 0)
+    prompts, bad = read(tmp_path / "rows")
     assert sorted(prompt.messages[0]["content"] for prompt in prompts) == ["a/one.jsonl", "b/two.json"]
     assert sorted(prompt.family for prompt in prompts) == ["one", "two"]
     assert bad == []
@@ -130,13 +133,13 @@ def test_folder_reads_all_data_files_below_it_and_nothing_hidden(tmp_path):
 def test_family_comes_from_the_row_else_from_the_file(tmp_path):
     named = [{"prompt": f"p{i}", field: " law "} for i, field in enumerate(("family", "task", "category"))]
     plain = [{"prompt": "q"}, {"prompt": "r", "task": ""}, {"prompt": "s", "task": 3}]
-    prompts, _ = read(tmp_path / "mail.jsonl", b"".join(json.dumps(r).encode() + b"\n" for r in named + plain))
+    prompts, _ = read_bytes(tmp_path / "mail.jsonl", b"".join(json.dumps(r).encode() + b"\n" for r in named + plain))
     assert sorted(prompt.family for prompt in prompts) == ["law"] * 3 + ["mail"] * 3
 
 
 def test_builtin_and_files_together(tmp_path):
-    read(tmp_path / "a.jsonl", line("A question that the built-in set does not ask."))
-    prompts, _ = read_prompts(["builtin", str(tmp_path / "a.jsonl")], None, 0)
+    read_bytes(tmp_path / "a.jsonl", line("A question that the built-in set does not ask."))
+    prompts, _ = read("builtin", tmp_path / "a.jsonl")
     assert {"a", "code"} <= {prompt.family for prompt in prompts}
 
 
@@ -157,7 +160,7 @@ def test_nothing_usable_is_an_error_of_data_prompts(tmp_path, name, content, par
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError) as error:
-        read_prompts(str(tmp_path / name), None, 0)
+        read(tmp_path / name)
     assert error.value.path == "data.prompts"
     assert part in error.value.problem
     assert "\n" not in str(error.value)
@@ -165,4 +168,4 @@ def test_nothing_usable_is_an_error_of_data_prompts(tmp_path, name, content, par
 
 def test_folder_without_data_files_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="holds no data file"):
-        read_prompts(str(tmp_path), None, 0)
+        read(tmp_path)

@@ -1,9 +1,12 @@
 """A chat template that rejects or garbles a row costs that row only, with a reason."""
 
+from dataclasses import replace
+
 import pytest
 
 from components.data.conversation import conversation
 from components.data.prompts import Prompt, row_key
+from components.data.reasons import Reason
 from components.data.template import renderable
 from tests.tiny import make_tokenizer
 
@@ -79,3 +82,46 @@ def test_template_that_takes_turns_strictly_sees_answers_between_them(tokenizer)
     )
     leading = prompt([{"role": "assistant", "content": "Welcome."}, {"role": "user", "content": "Hi"}])
     assert renderable([TWO_TURNS, leading], tokenizer) == ([TWO_TURNS, leading], [])
+
+
+THINKING = {**CALL, "reasoning": "Better look at the clock."}
+REASONED = [TALK[0], THINKING, TALK[2]]
+SHOWS_REASONING = WITH_TOOLS.replace("<{{ m.role }}>", "<{{ m.role }}>{{ m.NAME or '' }}")
+# as Qwen3's: what was thought before the last question is forgotten
+FORGETS_REASONING = (
+    "{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'user' %}{% set ns.last = ns.last + 1 %}{% endfor %}"
+    + (
+        SHOWS_REASONING.replace(
+            "{% for m in messages %}",
+            "{% set seen = namespace(n=0) %}{% for m in messages %}"
+            "{% if m.role == 'user' %}{% set seen.n = seen.n + 1 %}{% endif %}",
+        ).replace("m.NAME or ''", "m.NAME if m.NAME and seen.n == ns.last else ''")
+    )
+)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("template", [SHOWS_REASONING, FORGETS_REASONING])
+def test_reasoning_before_a_call_is_kept_under_the_name_that_the_template_reads(tokenizer, template, name):
+    tokenizer.chat_template = template.replace("NAME", name)
+    asked = prompt([*REASONED, {"role": "assistant", "content": "Noon."}, {"role": "user", "content": "Thanks"}])
+    ((shown,), bad) = renderable([asked], tokenizer)
+    assert bad == []
+    assert shown.cut is None
+    assert {
+        key: shown.messages[1][key] for key in shown.messages[1] if key not in ("role", "content", "tool_calls")
+    } == {name: "Better look at the clock."}
+
+
+def test_reasoning_that_the_template_cannot_show_is_left_out_and_said(tokenizer):
+    tokenizer.chat_template = WITH_TOOLS
+    asked = prompt(REASONED)
+    assert "reasoning_content" in asked.messages[1]
+    ((shown,), bad) = renderable([asked], tokenizer)
+    assert bad == []
+    assert shown == replace(asked, messages=CALL_ONLY.messages, cut=Reason.TEMPLATE_HIDES_REASONING)
+
+
+def test_reasoning_of_a_recorded_answer_goes_with_the_answer():
+    asked = prompt([TALK[0], {"role": "assistant", "content": "Noon.", "reasoning": "Hm."}])
+    assert asked.messages == [TALK[0]]

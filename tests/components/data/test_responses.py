@@ -23,6 +23,8 @@ from tests.tiny import EOS, SWITCH, add_switch, make_tiny_llama
 
 MAX_NEW_TOKENS = 16
 DIES_AT = 7
+GIVEN_IDS = [40, 41, 42]
+"""No template makes these: no beginning-of-sequence token and no turn."""
 NUM_PROMPTS = 20
 
 
@@ -53,7 +55,7 @@ def user(text: str) -> dict:
 
 
 def make_prompts() -> list[Prompt]:
-    """20 good ones (every fourth of two turns), one too long at its second turn, one that the template rejects."""
+    """20 good ones (every fourth of two turns), one too long at its second turn, one that the template rejects, and ids."""
     prompts = []
     for i in range(NUM_PROMPTS):
         turns = [user(f"What is {i} plus {i}?"), user("And twice that?")]
@@ -62,6 +64,7 @@ def make_prompts() -> list[Prompt]:
     rejected = [user("Hello?"), {"role": "critic", "content": "No."}]
     prompts.append(Prompt("k90", "maths", long, None, "a.jsonl", 91))
     prompts.append(Prompt("k91", "maths", rejected, None, "a.jsonl", 92))
+    prompts.append(Prompt("k92", "maths", [], None, "a.jsonl", 93, ids=GIVEN_IDS))
     return prompts
 
 
@@ -106,7 +109,10 @@ def finished(ray_cluster, ending_target, tmp_path_factory) -> tuple[Run, Outcome
 
 def test_every_turn_is_answered_once_though_an_engine_died(finished):
     run, outcome = finished
-    expected = [f"{p.key}:{t}" for p in make_prompts()[:NUM_PROMPTS] for t in range(len(p.turns()))] + ["k90:0"]
+    expected = [f"{p.key}:{t}" for p in make_prompts()[:NUM_PROMPTS] for t in range(len(p.turns()))] + [
+        "k90:0",
+        "k92:0",
+    ]
     assert [row["key"] for row in run.rows()] == expected
     assert outcome.rows.rows_in == run.num_turns
     assert outcome.rows.failed == {}
@@ -151,6 +157,13 @@ def test_a_turn_is_asked_with_the_targets_own_answer_before_it(finished):
         messages = [prompt.messages[0], answer, prompt.messages[1]]
         assert second["prompt_ids"] == render(tokenizer, messages, template_kwargs=SWITCH)
         assert "Be brief." in tokenizer.decode(second["prompt_ids"])
+
+
+def test_ids_are_answered_as_they_are(finished):
+    run, _ = finished
+    (row,) = [row for row in run.rows() if row["prompt_key"] == "k92"]
+    assert row["prompt_ids"] == GIVEN_IDS
+    assert row["output_ids"]
 
 
 def test_facts_say_how_long_the_documents_are(finished):

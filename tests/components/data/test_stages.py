@@ -8,11 +8,11 @@ import pytest
 from components.config import ConfigError, Settings, load_settings
 from components.data.parts import QUARANTINE
 from components.data.prompt_list import PROMPTS, fixed_cut, prompt_ranges, read_range
-from components.data.prompts import read_prompts
 from components.data.stages import features_stage, prompts_stage, responses_stage, vocabulary_stage
 from components.stage import Artifact, TooManyRowsLost, run_stage
 from components.storage import Location
 from components.target.stages import target_stage
+from tests.components.data.prompt_rows import read
 
 ROWS = [
     {"messages": [{"role": "user", "content": "Which river is the longest?"}], "family": "explanation"},
@@ -87,6 +87,82 @@ def test_prompts_depend_on_content_and_not_on_the_folder(tiny_target, tmp_path):
     assert again.fingerprint == first.fingerprint != other.fingerprint
 
 
+def test_every_row_of_every_kind_is_accounted_for(tiny_target, tmp_path):
+    """Equal, alike, contaminated, over the cap, cut, of ids, and bad: all rows of two sources in one table."""
+    exam = {
+        "messages": [{"role": "user", "content": "Which river is the longest one of all?"}],
+        "family": "explanation",
+    }
+    talk = [
+        exam,
+        {"prompt": "which river is the LONGEST one of all"},
+        *({"prompt": f"Add {i} and {i + 1}."} for i in (1, 1, 2, 3, 4)),
+        {"messages": [{"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Hello there."}]},
+        {"messages": [{"role": "critic", "content": "Hm."}]},
+    ]
+    ids = [{"prompt_ids": [9, 10, 11]}, {"prompt_ids": [9, 10, 11]}, {"prompt_ids": [9, 99_999]}, {"prompt_ids": []}]
+    files = [write_rows(tmp_path / "talk.jsonl", talk), write_rows(tmp_path / "ids.jsonl", ids)]
+    settings = settings_for(
+        f"[{{path: {files[0]}, max_prompts: 4}}, {files[1]}]", tiny_target, "data.max_dropped_fraction=0.5"
+    )
+    artifact, _ = run_prompts(settings, Location(f"{tmp_path}/s"))
+    account = artifact.manifest["rows"]
+    lost = [json.loads(line)["reason"] for line in artifact.join(QUARANTINE).read_bytes().splitlines()]
+    listed = [json.loads(line) for line in artifact.join(PROMPTS).read_bytes().splitlines()]
+    assert account["dropped"] == {
+        "duplicate": 2, "contaminated": 1, "over_cap": 2, "unknown_role": 1, "ids_out_of_vocabulary": 1, "bad_ids": 1,
+    }  # fmt: skip
+    assert account["rows_in"] == len(talk) + len(ids) == len(listed) + sum(account["dropped"].values())
+    assert account["kept"] + account["truncated"] == len(listed)
+    assert sorted(lost) == sorted(
+        reason for reason, n in account["dropped"].items() if reason != "over_cap" for _ in range(n)
+    )
+    assert [row["ids"] for row in listed if "ids" in row] == [[9, 10, 11]]
+    assert list(artifact.facts["sources"].values()) == [{"usable": 8, "used": 4}, {"usable": 3, "used": 1}]
+
+
+def test_rows_left_out_by_choice_do_not_fail_the_job(tiny_target, tmp_path):
+    file = write_rows(tmp_path / "asked.jsonl", [{"prompt": "Again?"}] * 9 + [{"prompt": "Once?"}, {"prompt": 3}])
+    storage = Location(f"{tmp_path}/s")
+    artifact, _ = run_prompts(settings_for(file, tiny_target, "data.max_dropped_fraction=0.4"), storage)
+    assert artifact.manifest["rows"]["dropped"] == {"duplicate": 8, "content_not_text": 1}
+    with pytest.raises(TooManyRowsLost, match=r"33\.3% of the rows.*in 3, kept 2.*dropped\[content_not_text\] 1"):
+        run_prompts(settings_for(file, tiny_target, "data.max_dropped_fraction=0.3", "data.seed=1"), storage)
+
+
+def test_benchmarks_are_read_checked_and_part_of_the_identity(tiny_target, tmp_path):
+    file = write_rows(tmp_path / "asked.jsonl", [{"prompt": "Name a river in Peru."}, {"prompt": "Name a lake."}])
+    bench = write_rows(tmp_path / "bench.jsonl", [{"prompt": "name a river in peru"}, {"prompt": 3}])
+    storage, settings = Location(f"{tmp_path}/s"), settings_for(file, tiny_target, f"data.benchmarks={bench}")
+    artifact, _ = run_prompts(settings, storage)
+    assert artifact.manifest["rows"]["dropped"] == {"contaminated": 1}
+    write_rows(bench, [{"prompt": "Name a sea."}])
+    other, made = run_prompts(settings, storage)
+    assert made
+    assert (artifact.facts["contaminated"], other.facts["contaminated"]) == (1, 0)
+    with pytest.raises(ConfigError, match=r"^data\.benchmarks: .*missing.jsonl does not exist"):
+        run_prompts(settings_for(file, tiny_target, "data.benchmarks=missing.jsonl"), storage)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "deduplicate=near", "deduplicate=off", "contamination=warn", "near_similarity=0.9", "max_prompts=3",
+        "validation_fraction=0.2", "held_out_families=[]", "seed=3",
+    ],
+)  # fmt: skip
+def test_what_changes_the_choice_changes_the_identity(override):
+    assert prompts_stage(load_settings(None, None, [f"data.{override}"])).config != prompts_stage(Settings()).config
+
+
+@pytest.mark.parametrize("keys", ["weight: 2", "max_prompts: 1", "family: exam"])
+def test_what_is_taken_of_a_source_is_part_of_the_identity(tmp_path, keys):
+    file = write_rows(tmp_path / "asked.jsonl", [{"prompt": "Hi"}])
+    plain = load_settings(None, None, [f"data.prompts={file}", "data.max_prompts=5"])
+    keyed = load_settings(None, None, [f"data.prompts={{path: {file}, {keys}}}", "data.max_prompts=5"])
+    assert prompts_stage(plain).extra() != prompts_stage(keyed).extra()
+
+
 @pytest.mark.parametrize("stage", [prompts_stage, responses_stage, features_stage, vocabulary_stage])
 def test_how_work_is_cut_changes_no_identity(stage):
     plain = Settings()
@@ -110,7 +186,7 @@ def test_plans_tolerate_missing_inputs():
 def test_ranges_cover_the_list_in_order(tiny_target, tmp_path):
     artifact, _ = run_prompts(settings_for("builtin", tiny_target), Location(f"{tmp_path}/s"))
     file = artifact.join(PROMPTS)
-    expected, _ = read_prompts("builtin", None, 0)
+    expected, _ = read("builtin")
     for prompts_per_part in (64, 1000, 1):
         ranges = prompt_ranges(file, prompts_per_part)
         assert len(ranges) == -(-len(expected) // prompts_per_part)

@@ -1,4 +1,4 @@
-"""A server that speaks as much of the Hugging Face Hub's HTTP API as a download needs, over a folder of models."""
+"""A server that speaks as much of the Hugging Face Hub's HTTP API as a download needs, over a folder of models or data sets."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ GATED = "gated/model"
 
 
 class HubHandler(BaseHTTPRequestHandler):
-    """Serves the models under `root` (folders named `owner/name`) at branch `main` and its commit."""
+    """Serves the repositories under `root` (folders named `owner/name`) at branch `main` and its commit."""
 
     root: Path
     requests: list[str] = []
@@ -39,11 +39,11 @@ class HubHandler(BaseHTTPRequestHandler):
             data = (self.root / repo / rest).read_bytes()
             headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
             return self._send(200, data, headers, with_body)
-        files = sorted(file for file in (self.root / repo).iterdir())
+        files = {file.relative_to(self.root / repo).as_posix(): file for file in (self.root / repo).rglob("*.*")}
         if kind == "tree":
-            body = [_tree_entry(file) for file in files]
+            body = [_tree_entry(name, files[name]) for name in sorted(files)]
         else:
-            body = {"id": repo, "sha": COMMIT, "siblings": [{"rfilename": file.name} for file in files]}
+            body = {"id": repo, "sha": COMMIT, "siblings": [{"rfilename": name} for name in sorted(files)]}
         return self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"}, with_body)
 
     def _send(self, status: int, data: bytes, headers: dict[str, str], with_body: bool) -> None:
@@ -57,12 +57,13 @@ class HubHandler(BaseHTTPRequestHandler):
 
 
 def _parse(path: str) -> tuple[str, str, str, str]:
-    """(kind, repo, revision, rest) of /api/models/R, /api/models/R/revision/V, /api/models/R/tree/V, /R/resolve/V/F."""
-    parts = path.removeprefix("/api/models").strip("/").split("/")
+    """(kind, repo, revision, rest) of /api/models/R, /api/models/R/revision/V, /api/models/R/tree/V, /R/resolve/V/F,
+    and of the same under /api/datasets and /datasets."""
+    parts = path.removeprefix("/api").removeprefix("/models").removeprefix("/datasets").strip("/").split("/")
     repo, kind = "/".join(parts[:2]), parts[2] if len(parts) > 2 else "revision"
     return kind, repo, parts[3] if len(parts) > 3 else "main", "/".join(parts[4:])
 
 
-def _tree_entry(file: Path) -> dict[str, object]:
+def _tree_entry(name: str, file: Path) -> dict[str, object]:
     data = file.read_bytes()
-    return {"type": "file", "path": file.name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+    return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}

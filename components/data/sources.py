@@ -1,0 +1,129 @@
+"""Where prompts come from: the built-in set, files, folders that `datasets` saved or lays out, and data set ids.
+
+Every kind ends as raw rows, each with its place, and has an identity: the sha256 of its files, or its commit.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from components.config import ConfigError, PromptSource
+from components.data.formats import SUFFIXES, RawRow, data_files, read_rows
+from components.data.layouts import (
+    SHORT_COMMIT,
+    dataset_commit,
+    dataset_folder,
+    is_saved,
+    other_rows,
+    saved_files,
+    saved_rows,
+    split_files,
+)
+
+BUILTIN = "builtin"
+BUILTIN_FOLDER = Path(__file__).parent / "builtin"
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """A raw row, with the family that it belongs to where it names none itself."""
+
+    raw: RawRow
+    family: str
+
+
+def read_source(source: PromptSource) -> Iterator[SourceRow]:
+    """Every row of a source, in the order of its files.
+
+    Raises:
+        ConfigError: at `data.prompts`: nothing there, or not readable.
+    """
+    if source.dataset is not None:
+        yield from _read_dataset(source)
+    elif source.path == BUILTIN:
+        yield from _read_files(data_files(str(BUILTIN_FOLDER)), BUILTIN_FOLDER, BUILTIN, None)
+    elif is_saved(folder := Path(str(source.path))):
+        yield from (SourceRow(row, folder.name) for row in saved_rows(folder, source.split))
+    elif source.split or source.name:
+        yield from _read_split(source, folder, str(folder), folder.name)
+    else:
+        yield from _read_files(data_files(str(folder)), None, "", None)
+
+
+def source_identity(source: PromptSource) -> dict[str, Any]:
+    """What a source is right now; a file's name matters (it can be a family), a folder's does not.
+
+    Raises:
+        ConfigError: at `data.prompts`: nothing there.
+    """
+    settings = source.model_dump(mode="json", exclude={"path", "revision"}, exclude_none=True)
+    if source.dataset is not None:
+        return settings | {"commit": dataset_commit(source)}
+    return settings | {"files": sorted([file.name, _digest(file)] for file in _local_files(source))}
+
+
+@contextmanager
+def blamed_on(setting: str) -> Iterator[None]:
+    """Errors of sources name `setting` instead of `data.prompts`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(setting, error.problem, error.fix) from None
+
+
+def shown_name(source: PromptSource) -> str:
+    """How messages call a source."""
+    return source.path or source.dataset or ""
+
+
+def _local_files(source: PromptSource) -> list[Path]:
+    folder = BUILTIN_FOLDER if source.path == BUILTIN else Path(str(source.path))
+    if is_saved(folder):
+        return saved_files(folder, source.split)
+    if source.split or source.name:
+        return split_files(folder, source.name, source.split, shown_name(source))
+    return data_files(str(folder))
+
+
+def _read_dataset(source: PromptSource) -> Iterator[SourceRow]:
+    folder = dataset_folder(source)
+    shown, family = f"{source.dataset}@{folder.name[:SHORT_COMMIT]}", str(source.dataset).rpartition("/")[2]
+    if source.files is None:
+        yield from _read_split(source, folder, shown, family)
+        return
+    files = sorted(path for path in folder.glob(source.files) if path.suffix.lower() in SUFFIXES)
+    if not files:
+        fix = f"give a pattern of files that are one of {', '.join(sorted(SUFFIXES))}"
+        raise ConfigError("data.prompts", f"{source.dataset} has no data file {source.files}", fix)
+    yield from _read_files(files, folder, shown, family)
+
+
+def _read_split(source: PromptSource, folder: Path, shown: str, family: str) -> Iterator[SourceRow]:
+    files = split_files(folder, source.name, source.split, shown)
+    if all(file.suffix.lower() in SUFFIXES for file in files):
+        yield from _read_files(files, folder, shown, family)
+        return
+    yield from (SourceRow(row, family) for row in other_rows(folder, source.name, source.split, shown))
+
+
+def _read_files(files: list[Path], root: Path | None, shown: str, family: str | None) -> Iterator[SourceRow]:
+    for file in files:
+        name = f"{shown}/{file.relative_to(root).as_posix()}" if root else str(file)
+        for row in read_rows(file, name):
+            yield SourceRow(row, family or file.stem)
+
+
+def _digest(file: Path) -> str:
+    state = file.stat()
+    return _sha256(file, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _sha256(file: Path, size: int, mtime_ns: int) -> str:
+    """A run asks several times; a file is read once as long as its size and time stay."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
