@@ -8,10 +8,12 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from components.config import Settings
+from components.data import forecasts
 from components.data.formats import data_files
 from components.data.parts import write_quarantine
 from components.data.prompt_list import PROMPTS, write_prompts
@@ -19,7 +21,7 @@ from components.data.prompts import BUILTIN, BUILTIN_FOLDER, BadRow, Prompt, rea
 from components.data.template import renderable
 from components.stage import Artifact, Outcome, Output, RowAccount, Stage, check_rows
 from components.target.aux_layers import bytes_per_token, choose_aux_layers
-from components.target.stages import target_path
+from components.target.stages import target_facts, target_path
 
 log = logging.getLogger("aerie")
 
@@ -56,6 +58,7 @@ def prompts_stage(settings: Settings) -> Stage:
         inputs=("target",),
         extra=lambda: {"files": file_digests(data.prompts)},
         plan=lambda artifacts: f"{len(file_digests(data.prompts))} files of prompts",
+        forecast=partial(forecasts.forecast_prompts, settings),
     )
 
 
@@ -87,6 +90,8 @@ def responses_stage(settings: Settings) -> Stage:
         },
         inputs=("target", "prompts"),
         plan=lambda artifacts: _plan_responses(settings, artifacts),
+        forecast=partial(forecasts.forecast_responses, settings),
+        tokens_done=lambda manifest: manifest["facts"]["output_tokens"],
     )
 
 
@@ -114,6 +119,8 @@ def features_stage(settings: Settings) -> Stage:
         config={"extractor": "transformers", "aux_layers": settings.draft.aux_layers, "dtype": settings.target.dtype},
         inputs=("target", "responses"),
         plan=lambda artifacts: _plan_features(settings, artifacts),
+        forecast=partial(forecasts.forecast_features, settings),
+        tokens_done=lambda manifest: manifest["facts"]["tokens"],
     )
 
 
@@ -139,6 +146,7 @@ def vocabulary_stage(settings: Settings) -> Stage:
         version=2,
         inputs=("target", "responses"),
         plan=lambda artifacts: f"{settings.draft.vocab_size} ids, a few seconds",
+        forecast=partial(forecasts.forecast_vocabulary, settings),
     )
 
 
@@ -176,21 +184,12 @@ def _report(output: Output, rows: RowAccount | None) -> None:
 
 
 def _plan_responses(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
-    replicas = f"{settings.resources.responses.replicas} vLLM engines"
-    if "prompts" not in artifacts:
-        return f"every user turn, at most {settings.data.max_new_tokens} tokens each, {replicas}"
-    turns = artifacts["prompts"].facts["turns"]
-    return f"{turns} answers, at most {turns * settings.data.max_new_tokens} tokens, {replicas}"
+    resources = settings.resources.responses
+    return f"{resources.replicas} vLLM engines, answers of at most {settings.data.max_new_tokens} tokens"
 
 
 def _plan_features(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
-    if "target" not in artifacts:
-        return "hidden states of every answer"
-    target = artifacts["target"].facts
-    token_bytes = bytes_per_token(
-        len(choose_aux_layers(settings.draft.aux_layers, target["num_layers"])), target["hidden_size"]
-    )
-    if "responses" not in artifacts:
-        return f"{token_bytes} bytes a token"
-    tokens = artifacts["responses"].facts["document_tokens"]
-    return f"{tokens} tokens of {token_bytes} bytes, {tokens * token_bytes / 1e6:.1f} MB"
+    target = target_facts(settings, artifacts)
+    aux_layers = choose_aux_layers(settings.draft.aux_layers, target["num_layers"])
+    token_bytes = bytes_per_token(len(aux_layers), target["hidden_size"])
+    return f"layers {aux_layers} and the last one, {token_bytes} bytes a token"
