@@ -12,12 +12,15 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 
+from components.config import Settings
 from components.storage import Location
 
 log = logging.getLogger("ray.serve")
 
 FOLDER = "live"
 """Of a storage, for the records of live traffic."""
+CLIENT_CLOSED = "client_closed"
+"""The `error` of a request whose client left before the end."""
 FLUSH_S = 1.0
 """What a killed router loses at most."""
 ROWS_PER_PART = 2000
@@ -51,14 +54,24 @@ class LiveRecord:
     tpot_s: float | None
     """Mean time of a token after the first; None where it is not known."""
     error: str | None
-    """Code of what went wrong, also of an empty answer; None for a sound answer."""
+    """Code of what went wrong, also of an empty answer; None for a sound answer. `failed` says whether it is the arm's fault."""
     assigned_arm: str
     """The arm that the weights gave, ejected or not (intention to treat)."""
     duration_s: float = 0.0
     shadow: bool = False
     """A copy of a request, whose answer nobody saw."""
     forced: bool = False
-    """The client named the arm: not randomised."""
+    """Not dealt by this epoch's weights: the client named the arm, or the session stayed on one that drains."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the arm did wrong; a request that it refused with 4xx and a client that left are no faults of it."""
+        return self.error is not None and self.error != CLIENT_CLOSED and not self.error.startswith("4")
+
+
+def live_records(settings: Settings, storage: Location) -> Location | None:
+    """Where the records of live requests go; None when they are off."""
+    return storage.join(FOLDER) if settings.ab.record_requests else None
 
 
 def encode_records(records: Iterable[LiveRecord]) -> bytes:
@@ -86,6 +99,7 @@ class RecordWriter:
         self._number = 0
         self._new: list[LiveRecord] = []
         self._part: list[LiveRecord] = []
+        self._unwritten = False
         self._place = location
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -109,6 +123,8 @@ class RecordWriter:
     def _flush(self) -> None:
         with self._lock:
             new, self._new = self._new, []
+        if self._unwritten:
+            self._write()
         while new:
             if len(self._part) in (0, ROWS_PER_PART):
                 self._begin_part()
@@ -125,8 +141,10 @@ class RecordWriter:
         self._remove_old(now)
 
     def _write(self) -> None:
+        self._unwritten = True
         try:
             self._place.write_bytes(encode_records(self._part))
+            self._unwritten = False
         except Exception as error:  # of a file system or a cloud; traffic goes on
             log.warning("%d live records are not written yet: %s", len(self._part), error)
 

@@ -12,7 +12,9 @@ from components.evaluation.acceptance import RequestRecord, total
 from components.evaluation.arms import head_arm
 from components.serving.apps import ServedArm
 from components.serving.assignment import assign
-from components.serving.deploy import connect, deploy, teardown
+from components.serving.deploy import deploy, teardown
+from components.serving.listing import connect
+from components.serving.records import decode_records
 from components.serving.stages import ab_stage
 from components.serving.waiting import DeploymentFailed
 from components.stage import Output
@@ -128,10 +130,11 @@ def test_weights_change_live_without_a_restart(deployed, client):
 
 def test_the_stage_measures_each_arm_and_takes_up_where_it_was(deployed, tmp_path):
     reported = {}
-    output = Output("ab", Location(str(tmp_path)), "f", lambda figures, step: reported.update(figures))
+    folder = tmp_path / "ab" / "f"
+    output = Output("ab", Location(str(folder)), "f", lambda figures, step: reported.update(figures))
     stage = ab_stage(deployed.settings)
     facts = stage.run(deployed.inputs, output).facts
-    text = (tmp_path / "requests.jsonl").read_text()
+    text = (folder / "requests.jsonl").read_text()
     records = [RequestRecord(**json.loads(line)) for line in text.splitlines()]
     assert (facts["requests"], facts["errors"]) == (12, 0) == (len(records), 0)
     assert (facts["control"], facts["challenger"]) == ("none", "challenger")
@@ -144,12 +147,12 @@ def test_the_stage_measures_each_arm_and_takes_up_where_it_was(deployed, tmp_pat
     assert reported["ab/challenger/al"] == ours["al"]
     assert "bread" not in text
 
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "_sessions").iterdir()}
+    kept = {path: path.stat().st_mtime_ns for path in (folder / "_sessions").iterdir()}
     lost = sorted(kept)[0]
     lost.unlink()
     again = stage.run(deployed.inputs, output).facts
     assert (again["requests"], again["arms"]["none"]["sessions"]) == (12, plain["sessions"])
-    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "_sessions").iterdir()}
+    after = {path: path.stat().st_mtime_ns for path in (folder / "_sessions").iterdir()}
     assert {path for path in kept if kept[path] != after[path]} == {lost}
 
 
