@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from components.serving.meter import Meter
 from components.serving.protocol import ARM_HEADER, HEAD_HEADER, STREAM_END, ApiError, label_event
@@ -52,13 +53,16 @@ class Exchange:
                 raise ApiError(502, f"arm {self.asked.arm} gave no answer", EMPTY_ANSWER)
             raise_if_error(first)
             if self.asked.stream:
-                return StreamingResponse(self._relay(first), media_type="text/event-stream", headers=self.headers)
+                return _Stream(self, first)
             return self._answer(first)
         except ApiError as error:
-            self._finish(error)
+            self.finish(error)
             return JSONResponse(error.body, error.status, self.headers)
+        except Exception:
+            self.finish("router_failed")
+            raise
         except BaseException:  # the client has gone
-            self._finish(CLIENT_CLOSED)
+            self.finish(CLIENT_CLOSED)
             raise
 
     async def drain(self) -> None:
@@ -76,37 +80,54 @@ class Exchange:
         self.meter.read_answer(answer)
         if not answer.get("choices") or (self.meter.is_empty and not self.meter.output_tokens):
             raise ApiError(502, f"arm {self.asked.arm} gave an empty answer", EMPTY_ANSWER)
-        self._finish(EMPTY_ANSWER if self.meter.is_empty else None)
+        self.finish(EMPTY_ANSWER if self.meter.is_empty else None)
         return JSONResponse(answer, headers=self.headers)
 
-    async def _relay(self, first: str) -> AsyncIterator[str]:
+    async def relay(self, first: str) -> AsyncIterator[str]:
+        """The stream's events for the client; a failure is one of them, for the status has been sent."""
         item: Any = label_event(first, {"arm": self.asked.arm, "head": self.asked.head})
         try:
             while item is not None:
                 raise_if_error(item)
                 is_end = item.startswith(STREAM_END)
                 if is_end:  # counted before it is sent: who has the answer finds it in the figures
-                    self._finish(EMPTY_ANSWER if self.meter.is_empty else None)
+                    self.finish(EMPTY_ANSWER if self.meter.is_empty else None)
                 if not self.meter.read_event(item) or self.asked.show_usage:
                     yield item
                 if is_end:
                     return
                 item = await self.call.next_item()
             raise ApiError(502, f"the stream of arm {self.asked.arm} broke off", "broken_stream")
-        except ApiError as error:  # the status has been sent: the error goes into the stream
-            self._finish(error)
+        except ApiError as error:
+            self.finish(error)
             yield f"data: {json.dumps(error.body)}\n\n{STREAM_END}\n\n"
         finally:
-            self._finish(CLIENT_CLOSED)
+            self.finish(CLIENT_CLOSED)
 
-    def _finish(self, error: ApiError | str | None) -> None:
+    def finish(self, error: ApiError | str | None) -> None:
+        """The end of the exchange; only the first one counts."""
         if self._is_over:
             return
         self._is_over = True
-        self.call.close()
-        if isinstance(error, ApiError) and error.status >= 500:
-            log.warning("arm %s failed with %d: %s", self.asked.arm, error.status, error)
+        if error is not None:  # else the arm has ended by itself
+            self.call.close()
+        if isinstance(error, ApiError) and error.status >= 500:  # without the arm's words: they may hold a text
+            log.warning("arm %s failed with %d %s", self.asked.arm, error.status, error.code)
         self._ended(self, error)
+
+
+class _Stream(StreamingResponse):
+    """A stream that ends its exchange even when the client has left before the first event."""
+
+    def __init__(self, exchange: Exchange, first: str) -> None:
+        super().__init__(exchange.relay(first), media_type="text/event-stream", headers=exchange.headers)
+        self._exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._exchange.finish(CLIENT_CLOSED)
 
 
 def make_record(asked: Asked, meter: Meter, error: str | None) -> LiveRecord:

@@ -98,7 +98,8 @@ class RecordWriter:
         self._writer = uuid.uuid4().hex[:12]
         self._number = 0
         self._new: list[LiveRecord] = []
-        self._part: list[LiveRecord] = []
+        self._part = bytearray()
+        self._rows = 0
         self._unwritten = False
         self._place = location
         self._lock = threading.Lock()
@@ -126,16 +127,16 @@ class RecordWriter:
         if self._unwritten:
             self._write()
         while new:
-            if len(self._part) in (0, ROWS_PER_PART):
+            if self._rows in (0, ROWS_PER_PART):
                 self._begin_part()
-            room = ROWS_PER_PART - len(self._part)
-            self._part += new[:room]
-            new = new[room:]
+            mine, new = new[: ROWS_PER_PART - self._rows], new[ROWS_PER_PART - self._rows :]
+            self._part += encode_records(mine)
+            self._rows += len(mine)
             self._write()
 
     def _begin_part(self) -> None:
         now = datetime.now(UTC)
-        self._part = []
+        self._part, self._rows = bytearray(), 0
         name = f"{now:%H%M%S}-{self._writer}-{self._number:05d}.jsonl"
         self._place, self._number = self._location.join(f"{now:%Y-%m-%d}", name), self._number + 1
         self._remove_old(now)
@@ -143,10 +144,10 @@ class RecordWriter:
     def _write(self) -> None:
         self._unwritten = True
         try:
-            self._place.write_bytes(encode_records(self._part))
+            self._place.write_bytes(bytes(self._part))
             self._unwritten = False
         except Exception as error:  # of a file system or a cloud; traffic goes on
-            log.warning("%d live records are not written yet: %s", len(self._part), error)
+            log.warning("%d live records are not written yet: %s", self._rows, error)
 
     def _remove_old(self, now: datetime) -> None:
         if self._retention_days is None:

@@ -41,7 +41,7 @@ class Router:
     def __serve_build_asgi_app__(self) -> Starlette:
         return make_api(self._gateway)
 
-    def reconfigure(self, user_config: dict[str, Any]) -> None:
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:  # async: in the loop that the requests run in
         self._gateway.configure(Routing.model_validate(user_config))
 
     def _ask(self, application: str, route: str, body: dict[str, Any]) -> Upstream:
