@@ -260,6 +260,16 @@ class AbConfig(Section):
     """A request whose arm says nothing for this long fails with 504."""
     keep_serving: bool = True
     """Leave the endpoint up after the job."""
+    max_body_bytes: Count = 8388608
+    """A request with a longer body is refused with 413."""
+    api_keys_file: Path | None = None
+    """File with the keys of clients, one a line, on the router's machine; null: everybody may ask."""
+    admin_token_file: Path | None = None
+    """File with the token of operators, who may change weights and states of the arms; null: nobody may."""
+    record_requests: bool = True
+    """Write one line a live request, without its text, to `live/` in the storage."""
+    records_retention_days: Count | None = 30
+    """Live records of older days are removed; null: never."""
 
 
 class GateConfig(Section):

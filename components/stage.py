@@ -134,6 +134,11 @@ class Output:
     def join(self, *parts: str) -> Location:
         return self.location.join(*parts)
 
+    @property
+    def storage(self) -> Location:
+        """Of all stages: this one's output lies two levels below."""
+        return Location(self.location.uri.rstrip("/").rsplit("/", 2)[0])
+
 
 @dataclass(frozen=True)
 class Stage:

@@ -9,6 +9,7 @@ from components.pipeline import Pipeline
 from components.publishing.stages import champion_stage
 from components.serving.apps import Service
 from components.serving.deploy import deploy
+from components.serving.records import live_records
 from components.serving.stages import champion_arm
 from components.stage import Artifact, Stage
 from components.target.stages import target_path, target_stage
@@ -29,7 +30,9 @@ def serve_champion(pipeline: Pipeline) -> None:
         return
     check_target(champion, pipeline.artifacts["target"])
     connect_to_ray()
-    service = Service(pipeline.settings, target_path(pipeline.artifacts["target"]), [champion_arm(champion, 1.0)])
+    arms = [champion_arm(champion, 1.0)]
+    records = live_records(pipeline.settings, pipeline.storage)
+    service = Service(pipeline.settings, target_path(pipeline.artifacts["target"]), arms, records)
     address = deploy(service)
     body = {"model": service.model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
     facts = champion.facts

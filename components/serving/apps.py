@@ -7,16 +7,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.config import Settings, StageResources
+from components.config import ConfigError, Settings, StageResources
 from components.evaluation.arms import Arm
+from components.serving.access import read_secrets
+from components.serving.listing import PREFIX, ROUTER, with_routing
+from components.serving.routing import ArmState, RoutedArm, Routing
+from components.storage import Location
 from components.target.engine import engine_env, engine_kwargs, has_gpu
 
-PREFIX = "aerie-"
-"""Applications with other names are not ours."""
-ROUTER = f"{PREFIX}router"
 BIND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 NO_HEAD = "none"
-SERVED_CODE = ("arm_server", "assignment", "ejection", "protocol", "router", "upstream")
+SERVED_CODE = (
+    "access",
+    "api",
+    "arm_server",
+    "assignment",
+    "dealing",
+    "ejection",
+    "exchange",
+    "gateway",
+    "listing",
+    "meter",
+    "metrics",
+    "protocol",
+    "records",
+    "router",
+    "routing",
+    "upstream",
+)
 """Modules of this folder that run inside Serve."""
 
 
@@ -27,6 +45,7 @@ class ServedArm:
     """Its share of the sessions is weight / sum of the weights; 0 keeps it up without traffic."""
     head: str = NO_HEAD
     """Digest (and version) of its head, named in every response."""
+    state: ArmState = ArmState.SERVING
 
     @property
     def name(self) -> str:
@@ -45,6 +64,8 @@ class Service:
     target: Path
     """The target's Hugging Face folder."""
     arms: Sequence[ServedArm]
+    records: Location | None = None
+    """Where the records of live requests go; None: nowhere."""
 
     @property
     def model(self) -> str:
@@ -81,24 +102,37 @@ def arm_application(
     }
 
 
-def router_application(
-    service: Service, arms: Sequence[ServedArm], revision: str, runtime_env: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The application of the endpoint, with traffic to `arms` only; those are its `user_config`, so they change live."""
-    routing = {
-        "model": service.model,
-        "salt": service.settings.ab.salt,
-        "first_item_timeout_s": service.settings.ab.first_item_timeout_s,
-        "arms": {arm.name: {"app": arm.app, "weight": arm.weight, "head": arm.head} for arm in arms},
-    }
-    return {
+def make_routing(service: Service, arms: Sequence[ServedArm]) -> Routing:
+    """Traffic to `arms` only, in no epoch yet; the first arm is the control.
+
+    Raises:
+        ConfigError: a file of secrets that cannot be read or is empty.
+    """
+    ab = service.settings.ab
+    return Routing(
+        model=service.model,
+        salt=ab.salt,
+        arms={arm.name: RoutedArm(app=arm.app, weight=arm.weight, head=arm.head, state=arm.state) for arm in arms},
+        control=service.arms[0].name if service.arms else None,
+        first_item_timeout_s=ab.first_item_timeout_s,
+        max_body_bytes=ab.max_body_bytes,
+        api_keys_file=_secret_file("ab.api_keys_file", ab.api_keys_file),
+        admin_token_file=_secret_file("ab.admin_token_file", ab.admin_token_file),
+        records=service.records.uri if service.records else None,
+        records_retention_days=ab.records_retention_days,
+    )
+
+
+def router_application(routing: Routing, revision: str, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+    """The application of the endpoint; the traffic is its `user_config`, so it changes live."""
+    application = {
         "name": ROUTER,
         "route_prefix": "/",
         "import_path": "components.serving.router:build_router",
         "runtime_env": dict(runtime_env),
         "args": {"revision": revision},
-        "deployments": [{"name": "router", "user_config": routing}],
     }
+    return with_routing(application, routing)
 
 
 def code_revision() -> str:
@@ -107,6 +141,22 @@ def code_revision() -> str:
     for name in SERVED_CODE:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _secret_file(path: str, file: Path | None) -> str | None:
+    """The absolute path of a file with secrets, which the router reads itself."""
+    if file is None:
+        return None
+    place = file.expanduser().absolute()
+    try:
+        found = read_secrets(place)
+    except OSError as error:
+        raise ConfigError(
+            path, f"cannot read {place} ({error.strerror})", "name a file with one secret a line"
+        ) from None
+    if not found:
+        raise ConfigError(path, f"{place} holds no secret", "write one secret a line, or leave the setting out")
+    return str(place)
 
 
 def _engine(service: Service, arm: Arm) -> dict[str, Any]:

@@ -5,31 +5,36 @@ traffic only while it is up: its weight is dropped before it is changed or remov
 """
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
-from ray.dashboard.utils import ray_address_to_api_server_url
 
 from components.config import ConfigError
 from components.serving.apps import (
-    PREFIX,
-    ROUTER,
     ServedArm,
     Service,
     arm_application,
     code_revision,
+    make_routing,
     router_application,
 )
+from components.serving.listing import (
+    PREFIX,
+    ROUTER,
+    Application,
+    Applications,
+    connect,
+    listed,
+    others,
+    ours,
+    put,
+    routing_of,
+    with_routing,
+)
+from components.serving.routing import Routing, with_epoch
 from components.serving.waiting import wait_until_gone, wait_until_live, wait_until_running
-
-Application = dict[str, Any]
-Applications = dict[str, Application]
-"""Configurations by application name."""
-
-CONTROLLER_ENV = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "45"}
-"""Serve gives its HTTP proxy 5 s to start and then begins again: too little for a busy small machine."""
 
 
 def deploy(service: Service) -> str:
@@ -45,19 +50,22 @@ def deploy(service: Service) -> str:
     client = connect()
     _make_room(client, service)
     live = client.get_serve_details()["applications"]
-    others = _others(live)
+    foreign = others(live)
     arms = {arm.app: _arm(service, arm, live) for arm in service.arms}
     steady = [arm for arm in service.arms if _is_steady(live, arms[arm.app])]
+    before = routing_of(live.get(ROUTER, {}).get("deployed_app_config"))
+    kept = with_epoch(make_routing(service, steady), before)  # no traffic to what is about to change
+    wanted = with_epoch(make_routing(service, service.arms), kept)
     steps = [
-        others | _ours(live) | _rerouted(live, service, steady),  # no traffic to what is about to change
-        others | arms | _router(service, steady, live),
-        others | arms | _router(service, service.arms, live),
+        (foreign | ours(live) | _rerouted(live, kept), kept, []),
+        (foreign | arms | _router(kept, live), kept, arms),
+        (foreign | arms | _router(wanted, live), wanted, arms),
     ]
-    for step, traffic, awaited in zip(steps, (steady, steady, service.arms), ([], arms, arms), strict=True):
-        if step != _configured(client):
+    for step, routing, awaited in steps:
+        if step != listed(client):
             _put(client, service, step)
             wait_until_running(client, [*awaited, ROUTER])
-            wait_until_live(service, traffic)
+            wait_until_live(service, routing)
     return service.address
 
 
@@ -65,40 +73,28 @@ def teardown() -> None:
     """Removes our applications, and Serve itself when nothing else uses it; nothing there is no error."""
     client = connect()
     applications = client.get_serve_details()["applications"]
-    others = _others(applications)
     foreign = [name for name in applications if not name.startswith(PREFIX)]
     if foreign:
-        client.deploy_applications({"applications": list(others.values())})
+        client.deploy_applications({"applications": list(others(applications).values())})
     else:
         client.delete_applications()
     wait_until_gone(client)
-
-
-def connect() -> ServeSubmissionClient:
-    """A client of the cluster that this process is connected to.
-
-    Raises:
-        ConfigError: the cluster has no dashboard.
-    """
-    try:
-        return ServeSubmissionClient(ray_address_to_api_server_url(ray.get_runtime_context().gcs_address))
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            "ray",
-            f"no dashboard takes Serve's configuration ({error})",
-            "start one with `make up` or `ray start --head --include-dashboard=true`",
-        ) from None
 
 
 def _arm(service: Service, arm: ServedArm, live: Mapping[str, Any]) -> Application:
     return _with_revision(lambda revision: arm_application(service, arm, revision, _job_files()), live.get(arm.app))
 
 
-def _router(service: Service, arms: Sequence[ServedArm], live: Mapping[str, Any]) -> Applications:
-    application = _with_revision(
-        lambda revision: router_application(service, arms, revision, _job_files()), live.get(ROUTER)
-    )
+def _router(routing: Routing, live: Mapping[str, Any]) -> Applications:
+    application = _with_revision(lambda revision: router_application(routing, revision, _job_files()), live.get(ROUTER))
     return {ROUTER: application}
+
+
+def _rerouted(live: Mapping[str, Any], routing: Routing) -> Applications:
+    """The running router, if there is one, with this traffic."""
+    if live.get(ROUTER, {}).get("status") != "RUNNING":
+        return {}
+    return {ROUTER: with_routing(live[ROUTER]["deployed_app_config"], routing)}
 
 
 def _with_revision(make: Callable[[str], Application], live: Mapping[str, Any] | None) -> Application:
@@ -119,39 +115,8 @@ def _is_steady(live: Mapping[str, Any], wanted: Application) -> bool:
     return found is not None and found["status"] == "RUNNING" and found["deployed_app_config"] == wanted
 
 
-def _ours(live: Mapping[str, Any]) -> Applications:
-    return {name: a["deployed_app_config"] for name, a in live.items() if name.startswith(PREFIX)}
-
-
-def _others(live: Mapping[str, Any]) -> Applications:
-    """Applications of others; those without a configuration were not made by one and need no mention."""
-    configs = {name: a["deployed_app_config"] for name, a in live.items() if not name.startswith(PREFIX)}
-    return {name: config for name, config in configs.items() if config}
-
-
-def _rerouted(live: Mapping[str, Any], service: Service, arms: Sequence[ServedArm]) -> Applications:
-    """The running router, if there is one, with traffic to `arms` only."""
-    if live.get(ROUTER, {}).get("status") != "RUNNING":
-        return {}
-    routing = router_application(service, arms, "", {})["deployments"]
-    return {ROUTER: {**live[ROUTER]["deployed_app_config"], "deployments": routing}}
-
-
-def _configured(client: ServeSubmissionClient) -> Applications:
-    applications = client.get_serve_details()["applications"]
-    return _ours(applications) | _others(applications)
-
-
 def _put(client: ServeSubmissionClient, service: Service, applications: Applications) -> None:
-    ab = service.settings.ab
-    client.deploy_applications(
-        {
-            "proxy_location": "HeadOnly",
-            "http_options": {"host": ab.host, "port": ab.port},
-            "controller_options": {"runtime_env": {"env_vars": CONTROLLER_ENV}},
-            "applications": list(applications.values()),
-        }
-    )
+    put(client, service.settings.ab.host, service.settings.ab.port, applications)
 
 
 def _job_files() -> dict[str, Any]:

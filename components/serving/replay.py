@@ -17,7 +17,8 @@ import httpx
 from components.config import Settings
 from components.data.prompts import Prompt
 from components.evaluation.acceptance import RequestRecord
-from components.serving.protocol import ARM_HEADER, SESSION_HEADER, STREAM_END
+from components.serving.access import read_secrets
+from components.serving.protocol import ARM_HEADER, SESSION_HEADER, STREAM_END, TASK_HEADER
 
 log = logging.getLogger("aerie")
 
@@ -88,7 +89,9 @@ async def _replay(address: str, sessions: Sequence[Session], settings: Settings,
     timeout = httpx.Timeout(settings.ab.first_item_timeout_s + CLIENT_MARGIN_S)
     at_once = asyncio.Semaphore(settings.ab.concurrency)
     progress = Progress(len(sessions))
-    async with httpx.AsyncClient(base_url=address, timeout=timeout, trust_env=False) as client:
+    keys = settings.ab.api_keys_file
+    headers = {"Authorization": f"Bearer {read_secrets(keys.expanduser())[0]}"} if keys else {}
+    async with httpx.AsyncClient(base_url=address, timeout=timeout, trust_env=False, headers=headers) as client:
 
         async def run(session: Session) -> None:
             async with at_once:
@@ -151,9 +154,8 @@ def request_body(session: Session, messages: Sequence[Message], settings: Settin
 
 async def _ask(client: httpx.AsyncClient, session: Session, body: dict[str, Any]) -> Reply:
     try:
-        async with client.stream(
-            "POST", "/v1/chat/completions", json=body, headers={SESSION_HEADER: session.key}
-        ) as response:
+        headers = {SESSION_HEADER: session.key, TASK_HEADER: session.family}
+        async with client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
             raw = await response.aread()
     except httpx.TransportError as error:
         return Reply(UNKNOWN_ARM, None, None, {}, {}, type(error).__name__)

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -17,6 +17,7 @@ from components.forecast import Forecast
 from components.publishing.bundle import head_digest
 from components.serving.apps import ServedArm, Service
 from components.serving.deploy import deploy, teardown
+from components.serving.records import live_records
 from components.serving.replay import Session, make_sessions, replay
 from components.stage import Artifact, Outcome, Output, Stage, installed_versions
 from components.storage import Location
@@ -31,7 +32,16 @@ SUMMARY = "ab.json"
 SESSIONS = "_sessions"
 """Records of the sessions that ended, while the stage runs."""
 DEPLOYMENT_S = 120.0
-NOT_IDENTITY = {"host", "port", "keep_serving"}
+NOT_IDENTITY = {
+    "host",
+    "port",
+    "keep_serving",
+    "max_body_bytes",
+    "api_keys_file",
+    "admin_token_file",
+    "record_requests",
+    "records_retention_days",
+}
 DIGEST_SHOWN = 12
 """Characters of a head's digest in headers and tables."""
 
@@ -42,7 +52,7 @@ def ab_stage(settings: Settings) -> Stage:
     """Serves both arms, replays held-out prompts and writes `requests.jsonl` and `ab.json`."""
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        service = ab_service(settings, inputs)
+        service = replace(ab_service(settings, inputs), records=live_records(settings, output.storage))
         started = time.monotonic()
         try:
             address = deploy(service)

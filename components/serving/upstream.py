@@ -1,39 +1,71 @@
-"""The router's side of a call to an arm: its items, and its failures as errors of the API."""
+"""The router's side of a call to an arm: its items, its failures as errors of the API, and its end."""
 
 import asyncio
 import json
-from dataclasses import dataclass
-from typing import Any
-
-from ray.serve.handle import DeploymentResponseGenerator
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from components.serving.protocol import STREAM_ERROR, ApiError
 
+ARM_KILLED = "arm_killed"
 
-@dataclass(frozen=True)
+
+class Upstream(Protocol):
+    """What a Serve handle's streaming call gives: items, until the end or until it is cancelled."""
+
+    def __aiter__(self) -> AsyncIterator[Any]: ...
+
+    async def __anext__(self) -> Any: ...
+
+    def cancel(self) -> None: ...
+
+
+@dataclass(eq=False)
 class Call:
     """One request on its way to one arm."""
 
     arm: str
-    headers: dict[str, str]
-    upstream: DeploymentResponseGenerator
+    items: Upstream
     timeout_s: float
+    killed: bool = False
+    _waiting: asyncio.Timeout | None = field(default=None, init=False)
 
+    async def next_item(self) -> Any:
+        """The arm's next item; None at the end.
 
-async def next_item(call: Call) -> Any:
-    """The arm's next item; None at the end.
+        Raises:
+            ApiError: 504 when the arm says nothing for too long, 502 when it fails, 503 when it was killed.
+        """
+        if self.killed:
+            raise self._was_killed()
+        try:
+            async with asyncio.timeout(self.timeout_s) as self._waiting:
+                return await anext(self.items)
+        except StopAsyncIteration:
+            return None
+        except TimeoutError:
+            if self.killed:
+                raise self._was_killed() from None
+            said_nothing = f"arm {self.arm} said nothing for {self.timeout_s:g} s"
+            raise ApiError(504, said_nothing, "arm_timeout") from None
+        except Exception as error:  # whatever the engine raised arrives wrapped by Ray
+            raise ApiError(502, f"arm {self.arm} failed: {type(error).__name__}", "arm_failed") from error
+        finally:
+            self._waiting = None
 
-    Raises:
-        ApiError: 504 when the arm says nothing for too long, 502 when it fails.
-    """
-    try:
-        return await asyncio.wait_for(anext(call.upstream), call.timeout_s)
-    except StopAsyncIteration:
-        return None
-    except TimeoutError:
-        raise ApiError(504, f"arm {call.arm} said nothing for {call.timeout_s:g} s", "arm_timeout") from None
-    except Exception as error:  # whatever the engine raised arrives wrapped by Ray
-        raise ApiError(502, f"arm {call.arm} failed: {type(error).__name__}", "arm_failed") from error
+    def kill(self) -> None:
+        """Ends the call: whoever waits for its next item is told so now."""
+        self.killed = True
+        if self._waiting is not None:
+            self._waiting.reschedule(asyncio.get_running_loop().time())
+
+    def close(self) -> None:
+        """The arm need not go on."""
+        self.items.cancel()
+
+    def _was_killed(self) -> ApiError:
+        return ApiError(503, f"arm {self.arm} was switched off", ARM_KILLED)
 
 
 def raise_if_error(item: dict[str, Any] | str) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
-from components.serving.apps import PREFIX, ServedArm, Service
+from components.serving.apps import Service
+from components.serving.listing import PREFIX
+from components.serving.routing import Routing
 
 log = logging.getLogger("aerie")
 
@@ -71,20 +73,20 @@ def _messages(live: Mapping[str, Any], names: Iterable[str]) -> str:
     return "; ".join(lines)
 
 
-def wait_until_live(service: Service, arms: Sequence[ServedArm]) -> None:
-    """Until the endpoint itself says that it sends traffic to `arms` by their weights."""
-    wanted = {arm.name: arm.weight for arm in arms}
+def wait_until_live(service: Service, routing: Routing) -> None:
+    """Until the endpoint itself says that it deals traffic by `routing`."""
     deadline = time.monotonic() + LIVE_TIMEOUT_S
     said = ""
     while time.monotonic() < deadline:
         try:
             reply = httpx.get(f"{service.address}/health", timeout=5, trust_env=False)
             said = reply.text
-            if {name: arm["weight"] for name, arm in reply.json().get("arms", {}).items()} == wanted:
+            if not routing.arms or reply.json().get("weight_epoch") == routing.weight_epoch:
                 return
         except (httpx.TransportError, ValueError) as error:
             said = f"{type(error).__name__}: {error}"
         time.sleep(0.1)
+    wanted = {name: arm.weight for name, arm in routing.arms.items()}
     raise DeploymentFailed(f"the endpoint at {service.address} does not route to {wanted}; it says {said!r}")
 
 

@@ -133,7 +133,9 @@ def test_the_data_stages_expect_what_they_then_write(tiny_target: Path, folder: 
 
     made, _ = run_stage(stages[0], {}, folder, TTL_S)
     listed, _ = run_stage(stages[1], {"target": made}, folder, TTL_S)
-    assert listed.facts["turns"] == pytest.approx(prompts.forecast.rows, rel=0.15)  # the cap's draw may find longer talks
+    assert listed.facts["turns"] == pytest.approx(
+        prompts.forecast.rows, rel=0.15
+    )  # the cap's draw may find longer talks
     again = make_plan(stages, {}, folder).stages
     assert [s.state for s in again] == ["done", "done", "run", "run", "run"]
     assert again[2].forecast.rows == listed.facts["turns"]

@@ -25,6 +25,7 @@ from tests.conftest import free_port
 from tests.tiny import FIRST_ORDINARY_ID, SWITCH, add_switch
 
 K = 3
+TOKEN = "operators-only"
 QUESTIONS = ("Why does bread rise?", "Count the ships.", "Write a total of values.", "What is a glacier?")
 
 
@@ -80,11 +81,15 @@ def _turns(index: int, question: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def deployed(ray_cluster, served_target: Path, stage_inputs: dict[str, Artifact]):
-    """Arms `none` and `challenger`, half of the sessions each."""
+def deployed(
+    ray_cluster, served_target: Path, stage_inputs: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
+):
+    """Arms `none` and `challenger`, half of the sessions each; operators have a token."""
+    token = tmp_path_factory.mktemp("secrets") / "token"
+    token.write_text(TOKEN)
     overrides = [f"target.model={served_target}", "target.dtype=float32", "target.max_model_len=256"]
     overrides += [f"target.chat_template_kwargs={json.dumps(SWITCH)}"]
-    overrides += [f"ab.port={free_port()}", "ab.requests=12", "ab.max_new_tokens=12"]
+    overrides += [f"ab.port={free_port()}", "ab.requests=12", "ab.max_new_tokens=12", f"ab.admin_token_file={token}"]
     settings = load_settings(None, None, [*overrides, f"evaluate.num_speculative_tokens={K}"])
     service = ab_service(settings, stage_inputs)
     started = time.monotonic()

@@ -7,10 +7,17 @@ from pathlib import Path
 import pytest
 from ray.serve.schema import ServeDeploySchema
 
-from components.config import Settings
+from components.config import ConfigError, Settings
 from components.evaluation.arms import Arm, head_arm
 from components.serving import apps
-from components.serving.apps import BIND_CORES, ServedArm, Service, arm_application, router_application
+from components.serving.apps import (
+    BIND_CORES,
+    ServedArm,
+    Service,
+    arm_application,
+    make_routing,
+    router_application,
+)
 
 TARGET = Path("/models/target")
 
@@ -28,7 +35,7 @@ def arm_args(service, index):
 
 
 def router(service):
-    return router_application(service, service.arms, "r", {})
+    return router_application(make_routing(service, service.arms), "r", {})
 
 
 def test_acceptance_is_measured_on_speculative_arms_only():
@@ -107,3 +114,23 @@ def test_the_revision_covers_all_code_that_runs_inside_serve():
         )
         left |= set(imports) - served
     assert served == set(apps.SERVED_CODE)
+
+
+def test_the_first_arm_is_what_the_kill_switch_leaves():
+    assert make_routing(make_service(), make_service().arms).control == "none"
+
+
+def test_secrets_travel_as_the_path_of_their_file(tmp_path):
+    (tmp_path / "token").write_text("of-the-operators\n")
+    service = make_service(ab={"admin_token_file": str(tmp_path / "token")})
+    assert router(service)["deployments"][0]["user_config"]["admin_token_file"] == str(tmp_path / "token")
+    assert "of-the-operators" not in json.dumps(router(service))
+
+
+@pytest.mark.parametrize("text", [None, "", "# only a comment\n"])
+@pytest.mark.parametrize("setting", ["api_keys_file", "admin_token_file"])
+def test_a_file_without_a_secret_is_refused_with_its_setting(tmp_path, text, setting):
+    if text is not None:
+        (tmp_path / "keys").write_text(text)
+    with pytest.raises(ConfigError, match=f"ab.{setting}"):
+        router(make_service(ab={setting: str(tmp_path / "keys")}))

@@ -3,8 +3,10 @@
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from components.serving.assignment import assign, session_key
+from components.serving.assignment import Sessions, assign, session_hash, session_key
 
 KEYS = [f"session-{i}" for i in range(4000)]
 
@@ -35,6 +37,31 @@ def test_removing_an_arm_moves_its_own_sessions_only():
     assert "c" not in after.values()
 
 
+@given(
+    key=st.text(max_size=20),
+    salt=st.text(max_size=5),
+    weights=st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 1e6), min_size=1),
+    arm=st.sampled_from("abcdef"),
+    weight=st.floats(0, 1e6),
+)
+def test_one_changed_weight_moves_a_session_only_to_or_from_its_arm(key, salt, weights, arm, weight):
+    before, after = assign(key, weights, salt), assign(key, weights | {arm: weight}, salt)
+    if weight >= weights.get(arm, 0):
+        assert after in (before, arm), "a raise moves sessions to the raised arm only"
+    elif before != arm:
+        assert after == before, "a cut moves sessions of the cut arm only"
+
+
+@given(
+    key=st.text(min_size=1, max_size=20),
+    order=st.permutations("abcd"),
+    weights=st.lists(st.floats(0.01, 100), min_size=4, max_size=4),
+)
+def test_the_order_of_the_arms_decides_nothing(key, order, weights):
+    named = dict(zip("abcd", weights, strict=True))
+    assert assign(key, named, "s") == assign(key, {arm: named[arm] for arm in order}, "s")
+
+
 def test_scaling_all_weights_moves_nobody():
     assert assignments({"a": 1, "b": 3}) == assignments({"a": 10, "b": 30})
 
@@ -55,3 +82,23 @@ def test_the_session_key_is_the_header_then_the_user_then_the_body():
     assert session_key({"x-session-id": "h"}, {"user": "u"}, b"x") == "h"
     assert session_key({}, {"user": "u"}, b"x") == "u"
     assert session_key({}, {}, b"x") == session_key({}, {}, b"x") != session_key({}, {}, b"y")
+
+
+def test_a_sessions_hash_is_not_its_key_and_another_salt_hides_it_anew():
+    assert session_hash("somebody", "s") == session_hash("somebody", "s")
+    assert (
+        len({session_hash("somebody", "s"), session_hash("somebody", "t"), session_hash("other", "s"), "somebody"}) == 4
+    )
+
+
+def test_sessions_are_remembered_up_to_a_number_and_a_silence():
+    now = [0.0]
+    sessions = Sessions(idle_s=10, max_sessions=2, clock=lambda: now[0])
+    for name in ("x", "y", "x", "z"):
+        sessions.saw(name, "a")
+    assert [sessions.arm_of(name) for name in ("x", "y", "z")] == ["a", None, "a"]
+    now[0] = 10.0
+    sessions.saw("x", "b")
+    now[0] = 10.5
+    assert [sessions.arm_of(name) for name in ("x", "z")] == ["b", None]
+    assert (sessions.num_on("a"), sessions.num_on("b")) == (0, 1)

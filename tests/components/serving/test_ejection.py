@@ -61,3 +61,27 @@ def test_a_probe_that_fails_or_is_abandoned_costs_another_while(ejector, clock):
     assert not ejector.admits("a")
     clock.now_s += 1
     assert ejector.admits("a")
+
+
+def test_an_arm_that_fails_half_of_the_time_is_out_too(ejector, clock):
+    for _ in range(9):
+        fail(ejector, 1)
+        ejector.succeeded("a")
+    assert ejector.admits("a"), "too few to tell"
+    ejector.succeeded("a")
+    fail(ejector, 1)
+    assert not ejector.admits("a")
+    clock.now_s += 10
+    ejector.started("a")
+    ejector.succeeded("a")
+    fail(ejector, 1)
+    assert ejector.admits("a"), "what was before its ejection counts no more"
+
+
+def test_an_arm_that_fails_now_and_then_stays(ejector):
+    for _ in range(50):
+        fail(ejector, 1)
+        for _ in range(3):
+            ejector.succeeded("a")
+    assert ejector.admits("a")
+    assert not ejector.is_out("a")

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import time
 
 import httpx
 import psutil
@@ -12,13 +14,15 @@ from components.evaluation.acceptance import RequestRecord, total
 from components.evaluation.arms import head_arm
 from components.serving.apps import ServedArm
 from components.serving.assignment import assign
-from components.serving.deploy import connect, deploy, teardown
+from components.serving.deploy import deploy, teardown
+from components.serving.listing import connect
+from components.serving.records import decode_records
 from components.serving.stages import ab_stage
 from components.serving.waiting import DeploymentFailed
 from components.stage import Output
 from components.storage import Location
 from components.target.chat import load_tokenizer, render
-from tests.components.serving.conftest import K
+from tests.components.serving.conftest import TOKEN, K
 from tests.components.serving.faulty import FaultyArm
 
 CHAT = "/v1/chat/completions"
@@ -71,6 +75,7 @@ def test_every_answer_names_its_arm_and_head_streamed_or_not(deployed, client, r
         assert (reply.headers["x-aerie-arm"], reply.headers["x-aerie-head"]) == (arm, head)
     events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
+    assert json.loads(events[0])["aerie"] == {"arm": arm, "head": head}
     last = json.loads(events[-2])
     assert last["usage"]["completion_tokens"] == 4
     assert bool(last.get("metrics")) == (arm == "challenger")
@@ -138,12 +143,50 @@ def test_weights_change_live_without_a_restart(deployed, client):
     assert arm_processes() == before
 
 
-def test_the_stage_measures_each_arm_and_takes_up_where_it_was(deployed, tmp_path):
+def test_an_operators_change_is_live_is_kept_and_restarts_nothing(deployed, client):
+    serve.run(FaultyArm.bind("good"), name="foreign", route_prefix="/foreign")
+    before, calm = arm_processes(), client.get("/health").json()
+    header = {"Authorization": f"Bearer {TOKEN}"}
+    try:
+        changed = client.post("/admin/arms/challenger", json={"state": "shadow"}, headers=header)
+        assert changed.status_code == 200, changed.text
+        assert set(arms_of(client).values()) == {"none"}
+        wait_until(lambda: figures(client)["aerie_shadow_requests_total", "challenger"] >= len(SESSIONS))
+        kept = connect().get_serve_details()["applications"]["aerie-router"]["deployed_app_config"]
+        (deployment,) = kept["deployments"]
+        assert deployment["user_config"]["arms"]["challenger"]["state"] == "shadow"
+        assert deployment["user_config"]["weight_epoch"] == changed.json()["weight_epoch"] > calm["weight_epoch"]
+        assert client.get("/foreign", follow_redirects=True).status_code != 404, "what others serve is left alone"
+        assert client.post("/admin/kill", headers=header).json()["arms"]["challenger"]["state"] == "killed"
+        assert client.post("/admin/kill").status_code == 401
+    finally:
+        serve.delete("foreign")
+    deploy(deployed.service)
+    assert set(arms_of(client).values()) == {"none", "challenger"}
+    assert arm_processes() == before
+
+
+def figures(client):
+    """{(metric, arm): value} of the lines of `/metrics` whose only label is the arm."""
+    lines = [re.fullmatch(r'(\w+)\{arm="(\w+)"\} (\S+)', line) for line in client.get("/metrics").text.splitlines()]
+    return {(line[1], line[2]): float(line[3]) for line in lines if line}
+
+
+def wait_until(happens):
+    deadline = time.monotonic() + 10
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_the_stage_measures_each_arm_and_takes_up_where_it_was(deployed, client, tmp_path):
     reported = {}
-    output = Output("ab", Location(str(tmp_path)), "f", lambda figures, step: reported.update(figures))
+    folder = tmp_path / "ab" / "f"
+    output = Output("ab", Location(str(folder)), "f", lambda figures, step: reported.update(figures))
     stage = ab_stage(deployed.settings)
+    before = figures(client)
     facts = stage.run(deployed.inputs, output).facts
-    text = (tmp_path / "requests.jsonl").read_text()
+    text = (folder / "requests.jsonl").read_text()
     records = [RequestRecord(**json.loads(line)) for line in text.splitlines()]
     assert (facts["requests"], facts["errors"]) == (12, 0) == (len(records), 0)
     assert (facts["control"], facts["challenger"]) == ("none", "challenger")
@@ -155,14 +198,39 @@ def test_the_stage_measures_each_arm_and_takes_up_where_it_was(deployed, tmp_pat
     assert ours["al"] == total(r for r in records if r.arm == "challenger").acceptance_length >= 1
     assert reported["ab/challenger/al"] == ours["al"]
     assert "bread" not in text
+    check_live_figures(tmp_path / "live", facts["arms"], before, figures(client))
 
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "_sessions").iterdir()}
+    kept = {path: path.stat().st_mtime_ns for path in (folder / "_sessions").iterdir()}
     lost = sorted(kept)[0]
     lost.unlink()
     again = stage.run(deployed.inputs, output).facts
     assert (again["requests"], again["arms"]["none"]["sessions"]) == (12, plain["sessions"])
-    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "_sessions").iterdir()}
+    after = {path: path.stat().st_mtime_ns for path in (folder / "_sessions").iterdir()}
     assert {path for path in kept if kept[path] != after[path]} == {lost}
+
+
+def check_live_figures(folder, arms, before, after):
+    """What the client counted, what the router recorded and what its metrics gained are equal, to the token."""
+    wait_until(lambda: len(live_rows(folder)) == 12)
+    rows = live_rows(folder)
+    for arm, figures_of in arms.items():
+        mine = [row for row in rows if row.arm == arm]
+        assert {row.task for row in mine} <= {"f0", "f1"}
+        assert not any(row.failed or row.forced or row.shadow for row in mine)
+        for name, metric in (
+            ("prompt_tokens", "prompt_tokens"),
+            ("output_tokens", "output_tokens"),
+            ("rounds", "rounds"),
+            ("drafted", "drafted_tokens"),
+            ("accepted", "accepted_tokens"),
+        ):
+            gained = after[f"aerie_{metric}_total", arm] - before[f"aerie_{metric}_total", arm]
+            assert sum(getattr(row, name) for row in mine) == figures_of[name] == gained, (arm, name)
+        assert len(mine) == figures_of["requests"]
+
+
+def live_rows(folder):
+    return [row for path in folder.rglob("*.jsonl") for row in decode_records(path.read_bytes())]
 
 
 def test_an_arm_that_cannot_start_says_why_and_the_others_serve_on(deployed, client, tmp_path):

@@ -1,0 +1,206 @@
+"""The router's mind: which arm a request goes to, what is counted of it, and what an operator may change. It knows no Ray."""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from components.serving.access import SecretFile, check_bearer
+from components.serving.assignment import Sessions
+from components.serving.dealing import Dealer
+from components.serving.ejection import Ejector
+from components.serving.exchange import Asked, Exchange, make_record
+from components.serving.meter import Meter
+from components.serving.metrics import Metrics, Outcome
+from components.serving.protocol import (
+    ApiError,
+    parse_body,
+    read_body,
+    upstream_body,
+)
+from components.serving.records import CLIENT_CLOSED, RecordWriter
+from components.serving.routing import ArmState, Routing, describe_arms
+from components.serving.upstream import ARM_KILLED, Call, Upstream
+from components.storage import Location
+
+log = logging.getLogger("ray.serve")
+
+MAX_SHADOWED = 32
+"""Copies that run at once on one shadow; more would queue up without an end behind a slow one."""
+
+Ask = Callable[[str, str, dict[str, Any]], Upstream]
+"""(application, route, body) -> the arm's items."""
+Keep = Callable[[Routing], Awaitable[None]]
+"""Makes a routing outlive this process."""
+
+
+class Gateway:
+    def __init__(self, ask: Ask, keep: Keep, ejector: Ejector | None = None, sessions: Sessions | None = None) -> None:
+        self._ask, self._keep = ask, keep
+        self._ejector = ejector or Ejector()
+        self._sessions = sessions or Sessions()
+        self._dealer = Dealer(self._ejector, self._sessions)
+        self._metrics = Metrics()
+        self._routing: Routing | None = None
+        self._api_keys: SecretFile | None = None
+        self._admin_token: SecretFile | None = None
+        self._writer: RecordWriter | None = None
+        self._running: defaultdict[str, set[Call]] = defaultdict(set)
+        self._copies: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()
+
+    def configure(self, routing: Routing) -> None:
+        """Takes a new routing: live for every request from now on; what runs on a killed arm is cut off."""
+        before, self._routing = self._routing, routing
+        if before is None or before.api_keys_file != routing.api_keys_file:
+            self._api_keys = SecretFile(routing.api_keys_file) if routing.api_keys_file else None
+        if before is None or before.admin_token_file != routing.admin_token_file:
+            self._admin_token = SecretFile(routing.admin_token_file) if routing.admin_token_file else None
+        if before is None or (before.records, before.records_retention_days) != (
+            routing.records,
+            routing.records_retention_days,
+        ):
+            self._open_records(routing)
+        weights = routing.weights
+        arms = [(name, arm.head, arm.state.value, weights.get(name, 0.0)) for name, arm in routing.arms.items()]
+        self._metrics.set_arms(arms, routing.weight_epoch)
+        for name, arm in routing.arms.items():
+            if arm.state == ArmState.KILLED:
+                for call in self._running[name]:
+                    call.kill()
+
+    def close(self) -> None:
+        """Writes what is left of the records."""
+        if self._writer is not None:
+            self._writer.close()
+
+    async def answer(self, request: Request, route: str) -> Response:
+        """Answers a request of the OpenAI API; `route` is `chat` or `completions`.
+
+        Raises:
+            ApiError: what is wrong before an arm is asked.
+        """
+        routing = self.live()
+        check_bearer(request.headers, self._api_keys)
+        meter = Meter()
+        raw_body = await read_body(request, routing.max_body_bytes)
+        body = parse_body(raw_body, routing.model)
+        asked = self._dealer.deal(routing, request.headers, body, raw_body)
+        upstream = upstream_body(body)
+        self._copy_to_shadows(routing, asked, route, upstream)
+        return await self._exchange(routing, asked, route, upstream, meter).respond()
+
+    def models(self, headers: Mapping[str, str]) -> dict[str, Any]:
+        check_bearer(headers, self._api_keys)
+        card = {"id": self.live().model, "object": "model", "created": 0, "owned_by": "aerie"}
+        return {"object": "list", "data": [card]}
+
+    def health(self) -> dict[str, Any]:
+        routing = self.live()
+        out = {name: self._ejector.is_out(name) for name in routing.arms}
+        sessions = {
+            name: self._sessions.num_on(name) for name, arm in routing.arms.items() if arm.state == ArmState.DRAINING
+        }
+        return {
+            "status": "ok",
+            "weight_epoch": routing.weight_epoch,
+            "arms": describe_arms(routing, out, sessions),
+        }
+
+    def metrics(self) -> bytes:
+        for name in self._routing.arms if self._routing else ():
+            self._metrics.ejected.labels(name).set(self._ejector.is_out(name))
+            self._metrics.running.labels(name).set(len(self._running[name]))
+        return self._metrics.text()
+
+    def check_operator(self, headers: Mapping[str, str]) -> None:
+        """Raises ApiError: 401 without the operators' token, 404 where none was set."""
+        if self._admin_token is None:
+            raise ApiError(404, "operators' endpoints are off: set ab.admin_token_file", "admin_off")
+        check_bearer(headers, self._admin_token)
+
+    async def change(self, change: Callable[[Routing], Routing]) -> dict[str, Any]:
+        """An operator's change: live at once in this process, then kept for those that follow it.
+
+        Raises:
+            ApiError: what `change` raises; 500 when the change is live but was not kept.
+        """
+        async with self._changing:
+            changed = change(self.live())
+            self.configure(changed)
+            log.info("an operator changed the arms: %s", describe_changes(changed))
+            try:
+                await self._keep(changed)
+            except Exception as error:  # of the cluster: the change has been made, but a new router would not know it
+                log.exception("the change was not kept")
+                problem = f"the change is live, but will not outlive this router ({type(error).__name__})"
+                raise ApiError(500, problem, "not_kept") from error
+        return self.health()
+
+    def live(self) -> Routing:
+        """The routing; ApiError 503 while there is no arm."""
+        if self._routing is None or not self._routing.arms:
+            raise ApiError(503, "no arm is being served yet", "no_arm")
+        return self._routing
+
+    def _exchange(self, routing: Routing, asked: Asked, route: str, body: dict[str, Any], meter: Meter) -> Exchange:
+        try:
+            items = self._ask(routing.arms[asked.arm].app, route, body)
+        except LookupError as error:
+            raise ApiError(503, f"arm {asked.arm} is not there: {error}", "arm_unavailable") from None
+        call = Call(asked.arm, items, routing.first_item_timeout_s)
+        self._ejector.started(asked.arm)
+        self._running[asked.arm].add(call)
+        return Exchange(asked, call, meter, self._ended)
+
+    def _copy_to_shadows(self, routing: Routing, asked: Asked, route: str, body: dict[str, Any]) -> None:
+        for arm in routing.shadows:
+            if len(self._running[arm]) >= MAX_SHADOWED or not self._ejector.admits(arm):
+                self._metrics.dropped(arm)
+                continue
+            copy = replace(asked, arm=arm, head=routing.arms[arm].head, shadow=True)
+            try:
+                exchange = self._exchange(routing, copy, route, body, Meter())
+            except ApiError as error:  # the client's own request goes on
+                log.warning("no copy for a shadow: %s", error)
+                continue
+            task = asyncio.create_task(exchange.drain())
+            self._copies.add(task)
+            task.add_done_callback(self._copies.discard)
+
+    def _ended(self, exchange: Exchange, error: ApiError | str | None) -> None:
+        asked, code, outcome = exchange.asked, _code(error), _outcome(error)
+        self._running[asked.arm].discard(exchange.call)
+        if outcome in (Outcome.ANSWERED, Outcome.REFUSED):  # an arm that refuses a request is alive
+            self._ejector.succeeded(asked.arm)
+        elif outcome == Outcome.FAILED and code != ARM_KILLED:
+            self._ejector.failed(asked.arm)
+        self._metrics.ended(asked.arm, exchange.meter, outcome, code, asked.shadow)
+        if self._writer is not None:
+            self._writer.add(make_record(asked, exchange.meter, code))
+
+    def _open_records(self, routing: Routing) -> None:
+        self.close()
+        where = routing.records
+        self._writer = RecordWriter(Location(where), routing.records_retention_days) if where else None
+
+
+def describe_changes(routing: Routing) -> str:
+    return ", ".join(f"{name} {arm.state.value} {arm.weight:g}" for name, arm in routing.arms.items())
+
+
+def _code(error: ApiError | str | None) -> str | None:
+    return error.code if isinstance(error, ApiError) else error
+
+
+def _outcome(error: ApiError | str | None) -> Outcome:
+    if isinstance(error, ApiError):
+        return Outcome.REFUSED if error.status < 500 else Outcome.FAILED
+    if error == CLIENT_CLOSED:
+        return Outcome.LEFT
+    return Outcome.ANSWERED if error is None else Outcome.FAILED

@@ -1,0 +1,94 @@
+"""Serve's declarative configuration, which is the whole set of applications: ours change, those of others are listed again as they are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+from ray.dashboard.utils import ray_address_to_api_server_url
+
+from components.config import ConfigError
+from components.serving.routing import Routing
+
+Application = dict[str, Any]
+Applications = dict[str, Application]
+"""Configurations by application name."""
+
+PREFIX = "aerie-"
+"""Applications with other names are not ours."""
+ROUTER = f"{PREFIX}router"
+CONTROLLER_ENV = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "45"}
+"""Serve gives its HTTP proxy 5 s to start and then begins again: too little for a busy small machine."""
+
+
+def connect() -> ServeSubmissionClient:
+    """A client of the cluster that this process is connected to.
+
+    Raises:
+        ConfigError: the cluster has no dashboard.
+    """
+    try:
+        return ServeSubmissionClient(ray_address_to_api_server_url(ray.get_runtime_context().gcs_address))
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            "ray",
+            f"no dashboard takes Serve's configuration ({error})",
+            "start one with `make up` or `ray start --head --include-dashboard=true`",
+        ) from None
+
+
+def ours(live: Mapping[str, Any]) -> Applications:
+    return {name: a["deployed_app_config"] for name, a in live.items() if name.startswith(PREFIX)}
+
+
+def others(live: Mapping[str, Any]) -> Applications:
+    """Applications of others; those without a configuration were not made by one and need no mention."""
+    configs = {name: a["deployed_app_config"] for name, a in live.items() if not name.startswith(PREFIX)}
+    return {name: config for name, config in configs.items() if config}
+
+
+def listed(client: ServeSubmissionClient) -> Applications:
+    applications = client.get_serve_details()["applications"]
+    return ours(applications) | others(applications)
+
+
+def put(client: ServeSubmissionClient, host: str, port: int, applications: Applications) -> None:
+    client.deploy_applications(
+        {
+            "proxy_location": "HeadOnly",
+            "http_options": {"host": host, "port": port},
+            "controller_options": {"runtime_env": {"env_vars": CONTROLLER_ENV}},
+            "applications": list(applications.values()),
+        }
+    )
+
+
+def routing_of(application: Application | None) -> Routing | None:
+    """What the router is configured with; None without a router, or with one of another version."""
+    if not application:
+        return None
+    try:
+        return Routing.model_validate(application["deployments"][0]["user_config"])
+    except ValueError:
+        return None
+
+
+def with_routing(application: Application, routing: Routing) -> Application:
+    """The router's application with other traffic and nothing else changed, so that no process restarts."""
+    deployments = [{"name": "router", "user_config": routing.model_dump(mode="json")}]
+    return {**application, "deployments": deployments}
+
+
+def keep_routing(routing: Routing) -> None:
+    """Makes `routing` what the running router is configured with.
+
+    Raises:
+        LookupError: the router was not started by a configuration.
+    """
+    client = connect()
+    details = client.get_serve_details()
+    applications = ours(details["applications"]) | others(details["applications"])
+    if not applications.get(ROUTER):
+        raise LookupError("the router was not started by a configuration")
+    applications[ROUTER] = with_routing(applications[ROUTER], routing)
+    put(client, details["http_options"]["host"], details["http_options"]["port"], applications)

@@ -1,0 +1,127 @@
+"""Who gets which traffic: the router's `user_config`, and changes of it. A change is live and restarts nothing."""
+
+import time
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from components.serving.protocol import ApiError
+
+
+class ArmState(StrEnum):
+    SERVING = "serving"
+    """Answers its share of the sessions."""
+    PAUSED = "paused"
+    """Gets no new request; those that run end in peace. Its weight waits for it."""
+    DRAINING = "draining"
+    """Gets no new session, and keeps those that it has until they fall silent."""
+    SHADOW = "shadow"
+    """Gets a copy of every request; nobody sees its answers."""
+    KILLED = "killed"
+    """As paused, and what runs is cut off at once."""
+
+
+class RoutedArm(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    app: str
+    """Its Serve application."""
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    head: str
+    """Version and digest of its head, or `none`."""
+    state: ArmState = ArmState.SERVING
+
+
+class Routing(BaseModel):
+    """The router's `user_config`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str
+    salt: str
+    arms: dict[str, RoutedArm]
+    weight_epoch: int = 0
+    """Larger after every change of `arms` or `salt`."""
+    control: str | None = None
+    """The arm that is left when the kill switch ends all others."""
+    first_item_timeout_s: float = 120.0
+    max_body_bytes: int = 8 << 20
+    api_keys_file: str | None = None
+    admin_token_file: str | None = None
+    records: str | None = None
+    """Folder or S3 prefix of the live records."""
+    records_retention_days: int | None = None
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the arms that take new sessions."""
+        return {name: arm.weight for name, arm in self.arms.items() if arm.state == ArmState.SERVING}
+
+    @property
+    def shadows(self) -> list[str]:
+        return [name for name, arm in self.arms.items() if arm.state == ArmState.SHADOW]
+
+
+class ArmChange(BaseModel):
+    """What an operator may change of an arm while it serves; what is left out stays."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    state: ArmState | None = None
+
+
+def change_arms(routing: Routing, changes: Mapping[str, ArmChange]) -> Routing:
+    """The routing after the changes, in an epoch of its own.
+
+    Raises:
+        ApiError: 404 for an arm that is not there.
+    """
+    unknown = sorted(set(changes) - set(routing.arms))
+    if unknown:
+        raise ApiError(404, f"there is no arm {unknown[0]!r}; arms: {', '.join(routing.arms)}", "arm_not_found")
+    arms = {
+        name: arm.model_copy(update=changes[name].model_dump(exclude_none=True)) if name in changes else arm
+        for name, arm in routing.arms.items()
+    }
+    return with_epoch(routing.model_copy(update={"arms": arms}), routing)
+
+
+def kill_all_but_control(routing: Routing) -> Routing:
+    """The routing with the control alone; the control serves, whatever it did before.
+
+    Raises:
+        ApiError: 409 where no control was named, for then nobody would be left to answer.
+    """
+    if routing.control not in routing.arms:
+        raise ApiError(409, "this service has no control arm: pause or kill its arms by name", "no_control")
+    changes = {name: ArmChange(state=ArmState.KILLED) for name in routing.arms if name != routing.control}
+    weight = routing.arms[routing.control].weight or 1.0
+    return change_arms(routing, changes | {routing.control: ArmChange(weight=weight, state=ArmState.SERVING)})
+
+
+def with_epoch(routing: Routing, before: Routing | None) -> Routing:
+    """`routing` in the epoch of the one before if both deal traffic alike, else in a new one.
+
+    Epochs are seconds of the clock, so they grow even over services that were taken down.
+    """
+    if before is not None and (routing.salt, routing.arms) == (before.salt, before.arms):
+        return routing.model_copy(update={"weight_epoch": before.weight_epoch})
+    latest = -1 if before is None else before.weight_epoch
+    return routing.model_copy(update={"weight_epoch": max(int(time.time()), latest + 1)})
+
+
+def describe_arms(routing: Routing, out: Mapping[str, bool], sessions: Mapping[str, int]) -> dict[str, Any]:
+    """What `/health` and the operator are told of every arm."""
+    return {
+        name: {
+            "weight": arm.weight,
+            "head": arm.head,
+            "state": arm.state.value,
+            "ejected": out[name],
+            **({"sessions": sessions[name]} if name in sessions else {}),
+        }
+        for name, arm in routing.arms.items()
+    }
