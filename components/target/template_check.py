@@ -18,6 +18,8 @@ from components.config import ConfigError
 from components.target.chat import TemplateError, render_text
 
 SETTING = "target.chat_template_kwargs"
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
+"""What every template is given, and no switch may be."""
 QUESTION, ANSWER, FOLLOW_UP = "Which colour has the sky at noon", "Blue on most days", "And which at midnight"
 SYSTEM = "You are a patient painter"
 ODD_QUESTIONS = (
@@ -129,17 +131,13 @@ def _variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
         template = tokenizer.get_chat_template()
         return meta.find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
     except (jinja2.TemplateError, ValueError) as error:
-        _refuse("rejects", str(error))
+        _refuse("rejects", " ".join(str(error).split()))
 
 
 def _check_switches(probe: _Probe) -> None:
-    given_by_us = {
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-    } | probe.tokenizer.special_tokens_map.keys()
-    known = sorted(_variables(probe.tokenizer) - given_by_us) if probe.template_kwargs else []
+    if not probe.template_kwargs:
+        return
+    known = sorted(_variables(probe.tokenizer) - GIVEN - probe.tokenizer.special_tokens_map.keys())
     if unknown := sorted(probe.template_kwargs.keys() - set(known)):
         fix = f"it reads {', '.join(known)}" if known else "leave it out: the template has no switches"
         raise ConfigError(SETTING, f"the target's chat template does not read {', '.join(unknown)}", fix)

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.data.documents import Turns, merge_turns
+from components.draft.batch import Document, PackedBatch
+from components.draft.chains import supervised_chains
 from components.target.chat import load_tokenizer, render
 from tests.chat_templates import FAMILIES, LLAMA, end_token_ids, family_tokenizer
 
@@ -131,6 +134,39 @@ def test_what_is_supervised_in_two_turns(family, switches, system, answers, expe
     answer_ids = [tokenizer(answer, add_special_tokens=False).input_ids for answer in answers]
     rows = converse(tokenizer, ["ab", "e"], answer_ids, system, switches)
     assert [marked(tokenizer, document) for document in merge_turns(rows)] == expected
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        (["ab|cd"], {("b", 0, "d")}),
+        (["ab|cd", "abcdef|gh"], {("b", 0, "d"), ("f", 0, "h")}),
+        (["ab|cde"], {("b", 0, "d"), ("b", 1, "e"), ("c", 0, "e")}),
+        (["ab|c", "abcd|efg"], {("d", 0, "f"), ("d", 1, "g"), ("e", 0, "g")}),
+    ],
+)
+def test_anchors_depths_and_targets_of_prompt_and_answer(turns: list[str], expected: set[tuple[str, int, str]]):
+    """`prompt|answer`, a letter a token: what a chain predicts, from which anchor and at which depth.
+
+    The first token of an answer is no target: the server has it before it drafts.
+    """
+    pairs = [[list(text.encode()) for text in turn.split("|")] for turn in turns]
+    row = {"prompt_key": "p", "family": "f", "split": "train"}
+    (document,) = merge_turns(
+        [
+            row | {"key": f"p:{i}", "prompt_ids": prompt, "output_ids": output}
+            for i, (prompt, output) in enumerate(pairs)
+        ]
+    )
+    hidden = torch.zeros(len(document.input_ids), 2)
+    ids, mask = torch.tensor(document.input_ids), torch.tensor(document.loss_mask, dtype=torch.bool)
+    chains = supervised_chains(PackedBatch.pack([Document(ids, mask, hidden, hidden)]), num_depths=4)
+    found = {
+        (chr(ids[anchor]), depth, chr(ids[anchor + depth + 2]))
+        for anchor, length in zip(chains.anchor_A.tolist(), chains.length_A.tolist(), strict=True)
+        for depth in range(length + 1)
+    }
+    assert found == expected
 
 
 def test_what_is_supervised_under_the_bundled_targets_template(bundled_target: Path):

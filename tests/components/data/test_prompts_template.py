@@ -8,6 +8,7 @@ from components.data.conversation import conversation
 from components.data.prompts import Prompt, row_key
 from components.data.reasons import Reason
 from components.data.template import renderable
+from tests.chat_templates import FAMILIES, family_tokenizer
 from tests.tiny import make_tokenizer
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -61,6 +62,14 @@ def test_template_with_tools_takes_all(tokenizer, template):
     tokenizer.chat_template = template
     prompts = [SYSTEM, TWO_TURNS, TOOLS, CALL_ONLY]
     assert renderable(prompts, tokenizer) == (prompts, [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_without_system_turns_loses_rows_that_have_one_and_no_other(family):
+    lost = [SYSTEM] if family == "gemma" else []
+    good, bad = renderable([SYSTEM, TWO_TURNS], family_tokenizer(family))
+    assert good == [row for row in (SYSTEM, TWO_TURNS) if row not in lost]
+    assert [(row.reason, row.detail) for row in bad] == [("template_rejects", "there is no system role")] * len(lost)
 
 
 def test_the_runs_switches_reach_the_template(tokenizer):
