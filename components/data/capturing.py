@@ -1,13 +1,14 @@
 """Workers that record features: the target in transformers, over packed batches of documents."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from components.data.documents import Turns, merge_turns
-from components.data.part_map import PartTask, PartWorker
+from components.data.part_worker import PartTask, PartWorker, Piece
 from components.data.parts import PartAccount, part_name, read_columns
-from components.data.shards import StoredDocument, feature_row, write_shard
+from components.data.shards import SCHEMA, StoredDocument, feature_row, write_shard
 from components.storage import Location
 from components.target.layers import Captured, capture, load_target
 
@@ -18,10 +19,12 @@ MIN_TOKENS = 2  # a shorter document predicts nothing
 class CaptureWorker(PartWorker):
     """Holds the target and turns each part of answers into the part of features with the same number."""
 
+    schema = SCHEMA
+
     def __init__(
         self,
         output: Location,
-        progress,
+        report: Callable[[Mapping[str, int]], Any],
         responses: Location,
         target_path: str,
         aux_layers: list[int],
@@ -29,7 +32,7 @@ class CaptureWorker(PartWorker):
         batch_tokens: int,
         num_threads: int,
     ) -> None:
-        super().__init__(output, progress)
+        super().__init__(output, report)
         self._responses = responses
         self._aux_layers = aux_layers
         self._batch_tokens = batch_tokens
@@ -37,13 +40,24 @@ class CaptureWorker(PartWorker):
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = load_target(target_path, getattr(torch, dtype), self._device)
 
-    def make(self, tasks: list[PartTask]) -> None:
-        """Record one part after another; only a batch's features are in memory at a time."""
-        for task in tasks:
-            name = part_name(task.number)
-            turns = read_columns(self._responses.join(name), RESPONSE_COLUMNS).to_pylist()
+    def make(self, pieces: list[Piece]) -> None:
+        """Record one piece after another; only a batch's features are in memory at a time."""
+        for piece in pieces:
             account = PartAccount()
-            write_shard(self.output.join(name), self._rows(list(merge_turns(turns)), account), account)
+            write_shard(piece.file, self._rows(piece.of(self._documents(piece.task)), account), account)
+
+    def num_rows(self, task: PartTask) -> int:
+        return len(self._documents(task))
+
+    def lose(self, piece: Piece, reason: str, detail: str) -> None:
+        account = PartAccount()
+        for turns in piece.of(self._documents(piece.task)):
+            _lose(turns, account, reason, detail)
+        write_shard(piece.file, [], account)
+
+    def _documents(self, task: PartTask) -> list[Turns]:
+        stored = read_columns(self._responses.join(part_name(task.number)), RESPONSE_COLUMNS)
+        return list(merge_turns(stored.to_pylist()))
 
     def _rows(self, documents: Sequence[Turns], account: PartAccount) -> Iterator[dict]:
         for batch in pack(_long_enough(documents, account), self._batch_tokens):
