@@ -4,7 +4,8 @@
 
 The features stage's worker, from answers on disk to a shard on disk, and the bare forward pass of the same target
 (inference mode, no cache, no lm_head) over the same batches in the same dtype take turns in one process. A ratio is the
-median of the turns' ratios.
+median of the turns' ratios. The worker's own steps are timed one after another; in the worker they run beside the next
+batch's forward pass, on cores that are free.
 """
 
 import json
@@ -209,7 +210,7 @@ def print_tables(capture: dict[str, Any], ray_data: dict[str, float] | None) -> 
 def main(
     target: Annotated[str, typer.Option(help="bundled:NAME, a folder or an id.")] = "bundled:smollm2-135m-instruct",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    documents: Annotated[int, typer.Option(help="Documents of random tokens.")] = 24,
+    documents: Annotated[int, typer.Option(help="Documents of random tokens.")] = 8,
     min_tokens: Annotated[int, typer.Option(help="Of the shortest document.")] = 64,
     max_tokens: Annotated[int, typer.Option(help="Of the longest document.")] = 512,
     batch_tokens: Annotated[int, typer.Option(help="As data.batch_tokens.")] = 1024,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from components.data.ahead import map_ahead
 from components.data.documents import Turns, merge_turns
 from components.data.part_worker import PartTask, PartWorker, Piece
 from components.data.parts import PartAccount, part_name, read_columns
@@ -36,6 +37,7 @@ class CaptureWorker(PartWorker):
         self._responses = responses
         self._aux_layers = aux_layers
         self._batch_tokens = batch_tokens
+        self._num_threads = num_threads
         torch.set_num_threads(num_threads)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = load_target(target_path, getattr(torch, dtype), self._device)
@@ -60,12 +62,18 @@ class CaptureWorker(PartWorker):
         return list(merge_turns(stored.to_pylist()))
 
     def _rows(self, documents: Sequence[Turns], account: PartAccount) -> Iterator[dict]:
-        for batch in pack(_long_enough(documents, account), self._batch_tokens):
-            for turns, captured in zip(batch, self._capture(batch), strict=True):
-                document = stored_document(turns, captured, account)
-                if document is not None:
-                    yield feature_row(document, turns.prompt_key, turns.split)
-                self.count(documents=1, tokens=len(turns.input_ids))
+        """Rows while the next ones are made of their states and the next batch is computed; the caller writes them."""
+        captured = self._states(list(_long_enough(documents, account)))
+        for row, accounted in map_ahead(_row, captured, self._num_threads, depth=2 * self._num_threads):
+            account.add(accounted)
+            if row is not None:
+                yield row
+            self.count(documents=1, tokens=accounted.figures["tokens"])
+
+    def _states(self, documents: Sequence[Turns]) -> Iterator[tuple[Turns, Captured]]:
+        batches = list(pack(documents, self._batch_tokens))
+        for batch, captured in zip(batches, map_ahead(self._capture, batches, num_threads=1, depth=1), strict=True):
+            yield from zip(batch, captured, strict=True)
 
     def _capture(self, batch: Sequence[Turns]) -> list[Captured]:
         """Features of each document; NaN stays with the document that has it (a masked 0 * NaN is NaN, too)."""
@@ -80,6 +88,13 @@ class CaptureWorker(PartWorker):
         captured = capture(self._model, ids, self._aux_layers, lengths)
         pieces = [states.to("cpu", torch.bfloat16).split(lengths) for states in captured]
         return [Captured(*states) for states in zip(*pieces, strict=True)]
+
+
+def _row(captured: tuple[Turns, Captured]) -> tuple[dict | None, PartAccount]:
+    turns, states = captured
+    account = PartAccount()
+    document = stored_document(turns, states, account)
+    return document and feature_row(document, turns.prompt_key, turns.split), account
 
 
 def pack(documents: Sequence[Turns], batch_tokens: int) -> Iterator[list[Turns]]:

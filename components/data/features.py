@@ -9,7 +9,7 @@ from components.config import Settings
 from components.data.capturing import CaptureWorker
 from components.data.part_map import PartJob, make_parts
 from components.data.part_worker import PartTask, PartWorker
-from components.data.parts import conclude, part_names, total_account
+from components.data.parts import conclude, part_names
 from components.pipeline import check_disk
 from components.stage import Outcome
 from components.storage import Location
@@ -55,7 +55,7 @@ def record_features(
         _job(settings, responses, num_tokens, target_path, aux_layers, output, worker),
         [PartTask(int(re.sub(r"\D", "", name))) for name in part_names(responses)],
     )
-    outcome = conclude("features", total_account(output), output, settings.data.max_dropped_fraction)
+    outcome = conclude("features", output, settings.data.max_dropped_fraction)
     shape = {
         "aux_layers": aux_layers,
         "num_aux_layers": len(aux_layers),

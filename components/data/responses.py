@@ -4,7 +4,7 @@ from components.config import ConfigError, Settings
 from components.data.answering import AnswerWorker
 from components.data.part_map import PartJob, make_parts
 from components.data.part_worker import PartTask, PartWorker
-from components.data.parts import conclude, total_account
+from components.data.parts import conclude
 from components.data.prompt_list import PROMPTS, fixed_cut, prompt_ranges
 from components.stage import Outcome
 from components.storage import Location
@@ -57,7 +57,7 @@ def answer_prompts(
         max_attempts=settings.data.max_attempts,
     )
     make_parts(job, [PartTask(part.number, part.start, part.num_bytes) for part in ranges])
-    return conclude("responses", total_account(output), output, settings.data.max_dropped_fraction)
+    return conclude("responses", output, settings.data.max_dropped_fraction)
 
 
 def response_engine_kwargs(settings: Settings, target_path: str) -> dict:
