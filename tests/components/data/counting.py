@@ -3,7 +3,7 @@
 import errno
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
 
 import pyarrow as pa
 
@@ -12,6 +12,9 @@ from components.data.part_map import PartJob
 from components.data.part_worker import PartTask, PartWorker, Piece
 from components.data.parts import PartAccount, part_names, part_writer, read_columns
 from components.storage import Location
+
+
+MADE = "_made"
 
 
 class CountingWorker(PartWorker):
@@ -23,6 +26,8 @@ class CountingWorker(PartWorker):
         super().__init__(output, report)
         self.rows_per_part, self.deadly, self.impossible = rows_per_part, deadly, impossible
         self.text, self.seconds_a_row = text, seconds_a_row
+        self.log = output.join(MADE, f"{time.time_ns()}").path
+        self.log.parent.mkdir(parents=True, exist_ok=True)
 
     def make(self, pieces: list[Piece]) -> None:
         for piece in pieces:
@@ -37,9 +42,8 @@ class CountingWorker(PartWorker):
             os._exit(9)
         if number in self.impossible:
             raise ArithmeticError(f"{number} is impossible")
-        self.output.join("_made").path.mkdir(exist_ok=True)
-        with self.output.join("_made", str(number)).path.open("ab") as made:
-            made.write(b".")
+        with self.log.open("a") as made:
+            made.write(f"{number}\n")
         self.count(rows=1)
         return {"number": number, "text": self.text}
 
@@ -94,6 +98,7 @@ def numbers_in(output: Location) -> list[int]:
     return [number for name in names for number in read_columns(output.join(name), ["number"])["number"].to_pylist()]
 
 
-def times_made(output: Location, numbers: Sequence[int]) -> list[int]:
-    """How often each was made."""
-    return [output.join("_made", str(number)).size_bytes() for number in numbers]
+def times_made(output: Location) -> Counter[int]:
+    """How often each number was made, in whatever process."""
+    logs = [output.join(MADE, name) for name in output.join(MADE).files()]
+    return Counter(int(line) for log in logs for line in log.read_bytes().split(b"\n")[:-1])

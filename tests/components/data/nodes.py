@@ -12,11 +12,12 @@ from ray.cluster_utils import Cluster
 from components.data.part_map import make_parts
 from components.data.part_worker import PartTask
 from components.storage import Location
-from tests.components.data.counting import CountingWorker, counting_job
+from tests.components.data.counting import CountingWorker, counting_job, times_made
 
 NUM_PARTS, ROWS_PER_PART = 24, 8
 SECONDS_A_ROW = 0.05
 KILL_AFTER_ROWS = 40
+SAID = "_said.json"
 
 
 class NotingWorker(CountingWorker):
@@ -37,15 +38,17 @@ def main(output: Location) -> None:
     make_parts(job, [PartTask(number) for number in range(NUM_PARTS)])
     killer.join()
     nodes = output.join("_nodes").files()
-    print(json.dumps({"doomed": doomed.node_id, "nodes": nodes, "alive": len([n for n in ray.nodes() if n["Alive"]])}))
+    alive = sum(node["Alive"] for node in ray.nodes())
+    said = {"doomed": doomed.node_id, "nodes": nodes, "alive": alive}
+    output.join(SAID).write_bytes(json.dumps(said).encode())
     ray.shutdown()
     cluster.shutdown()
 
 
 def kill_in_the_middle(cluster: Cluster, node: Any, output: Location) -> None:
     """Without a warning, once the node is at work and a part of the job is done."""
-    made, at_work = output.join("_made"), output.join("_nodes", node.node_id)
-    while len(made.files()) < KILL_AFTER_ROWS or not at_work.exists():
+    at_work = output.join("_nodes", node.node_id)
+    while times_made(output).total() < KILL_AFTER_ROWS or not at_work.exists():
         time.sleep(0.05)
     cluster.remove_node(node, allow_graceful=False)
 

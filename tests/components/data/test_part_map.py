@@ -37,7 +37,7 @@ def test_only_the_row_that_ends_its_workers_is_lost(output):
     assert "ArithmeticError: 20 is impossible" in details[20]
     assert not [name for name in output.files() if name.startswith(PIECES)]
     # each death narrows the search: nothing is made once for every try of a deadly row
-    assert max(times_made(output, numbers_in(output))) <= 4
+    assert max(times_made(output).values()) <= 4
 
 
 def test_a_full_disk_ends_the_job_and_keeps_what_is_done(output):
@@ -46,7 +46,7 @@ def test_a_full_disk_ends_the_job_and_keeps_what_is_done(output):
     assert numbers_in(output) == list(range(8))
     make_parts(counting_job(output, 4), tasks(4))
     assert numbers_in(output) == list(range(16))
-    assert times_made(output, range(8)) == [1] * 8
+    assert [times_made(output)[number] for number in range(8)] == [1] * 8
 
 
 def test_the_driver_holds_no_rows(output):
