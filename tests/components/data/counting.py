@@ -13,7 +13,6 @@ from components.data.part_worker import PartTask, PartWorker, Piece
 from components.data.parts import PartAccount, part_names, part_writer, read_columns
 from components.storage import Location
 
-
 MADE = "_made"
 
 
