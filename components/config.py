@@ -122,6 +122,8 @@ class DataConfig(Section):
     """Share of the other prompts, by hash of their content, kept for the in-training metric."""
     max_new_tokens: Count = 80
     """Longest answer, in tokens."""
+    truncation: Literal["keep", "drop"] = "keep"
+    """An answer cut off at `max_new_tokens`: keep it (counted as truncated), or drop it and the turns after it (counted as cut_off)."""
     temperature: Annotated[float, Field(ge=0.0)] = 0.0
     """Sampling temperature of the answers: use the one that serving uses."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -131,6 +133,8 @@ class DataConfig(Section):
     max_dropped_fraction: Share = 0.1
     """The job fails when a larger share of rows is dropped or failed in one stage; duplicates, contaminated rows and
     rows beyond a cap do not count."""
+    max_attempts: Count = 3
+    """Times that a row, alone, may end an engine or a capture worker before it is set apart; the other rows are kept."""
     rows_per_shard: Count = 64
     """Rows of one file; how work is cut, not what comes out."""
     batch_tokens: Count = 1024

@@ -5,9 +5,9 @@ as token ids; what is recorded is vLLM's own prompt ids and output ids.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from components.config import DataConfig
 from components.data.documents import merged_tokens
-from components.data.part_map import PartTask, PartWorker
-from components.data.parts import PartAccount, part_name, part_writer
+from components.data.part_worker import PartTask, PartWorker, Piece
+from components.data.parts import PartAccount, part_writer, read_account, read_columns
 from components.data.prompt_list import PROMPTS, ListedPrompt, PromptRange, read_range
 from components.storage import Location
 from components.target.chat import TemplateError, load_tokenizer, render
@@ -38,9 +38,9 @@ FINISHED, CUT_OFF = "stop", "length"
 
 @dataclass
 class _Part:
-    """A part in the making."""
+    """A part, or a piece of one, in the making."""
 
-    number: int
+    piece: Piece
     dialogues: list["_Dialogue"] = field(default_factory=list)
     account: PartAccount = field(default_factory=PartAccount)
 
@@ -75,42 +75,62 @@ class _Dialogue:
 class AnswerWorker(PartWorker):
     """Answers the prompts of its parts, all of them at once, and writes each part when its last answer is there."""
 
+    schema = SCHEMA
+
     def __init__(
         self,
         output: Location,
-        progress: Any,
+        report: Callable[[Mapping[str, int]], Any],
         prompts: Location,
         target_path: str,
         engine_kwargs: dict[str, Any],
         config: DataConfig,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        # takes seconds, and only engine actors need it
-        from vllm import EngineArgs, LLMEngine, SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        super().__init__(output, progress)
+        super().__init__(output, report)
         self._prompts_file = prompts.join(PROMPTS)
         self._config = config
-        self._max_model_len = engine_kwargs["max_model_len"]
+        self._engine_kwargs = engine_kwargs
         self._tokenizer = load_tokenizer(Path(target_path))
         self._render = partial(render, self._tokenizer, template_kwargs=template_kwargs)
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_kwargs))
-        self._sampling_params = partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
         self._waiting: dict[str, _Dialogue] = {}
 
-    def make(self, tasks: list[PartTask]) -> None:
-        """Answer every prompt of these parts, at once."""
-        for task in tasks:
-            self._open_part(task)
+    @cached_property
+    def _engine(self) -> Any:
+        from vllm import EngineArgs, LLMEngine  # takes seconds, and only workers with something to answer need it
+
+        return LLMEngine.from_engine_args(EngineArgs(**self._engine_kwargs))
+
+    def make(self, pieces: list[Piece]) -> None:
+        """Answer every prompt of these pieces, at once."""
+        for piece in pieces:
+            self._open_part(piece)
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 self._on_answer(self._waiting.pop(output.request_id), output)
 
-    def _open_part(self, task: PartTask) -> None:
-        part = _Part(task.number)
-        listed = read_range(self._prompts_file, PromptRange(task.number, task.start, task.num_bytes))
-        part.dialogues = [_Dialogue(prompt, part) for prompt in listed]
+    def num_rows(self, task: PartTask) -> int:
+        return len(self._prompts(task))
+
+    def lose(self, piece: Piece, reason: str, detail: str) -> None:
+        part = self._part(piece)
+        if piece.draft is not None and piece.draft.exists():
+            part.account = read_account(piece.draft)
+            part.dialogues[0].rows = read_columns(piece.draft, SCHEMA.names).to_pylist()
+        for dialogue in part.dialogues:
+            self._give_up(dialogue, reason, detail, is_failure=True)
+        self._close_if_complete(part)
+
+    def _prompts(self, task: PartTask) -> list[ListedPrompt]:
+        return read_range(self._prompts_file, PromptRange(task.number, task.start, task.num_bytes))
+
+    def _part(self, piece: Piece) -> _Part:
+        part = _Part(piece)
+        part.dialogues = [_Dialogue(prompt, part) for prompt in piece.of(self._prompts(piece.task))]
+        return part
+
+    def _open_part(self, piece: Piece) -> None:
+        part = self._part(piece)
         for dialogue in part.dialogues:
             self._ask(dialogue)
         self._close_if_complete(part)
@@ -126,16 +146,22 @@ class AnswerWorker(PartWorker):
             prompt_ids = prompt.ids or self._render(dialogue.messages, prompt.tools)
         except TemplateError as error:
             return self._give_up(dialogue, "template_rejects", str(error))
-        if len(prompt_ids) + self._config.max_new_tokens > self._max_model_len:
-            detail = f"{len(prompt_ids)} prompt tokens and an answer do not fit in {self._max_model_len}"
+        max_model_len = self._engine_kwargs["max_model_len"]
+        if len(prompt_ids) + self._config.max_new_tokens > max_model_len:
+            detail = f"{len(prompt_ids)} prompt tokens and an answer do not fit in {max_model_len}"
             return self._give_up(dialogue, "too_long", detail)
         self._waiting[dialogue.key] = dialogue
         self._engine.add_request(dialogue.key, {"prompt_token_ids": prompt_ids}, self._params(dialogue.key))
 
     def _params(self, key: str) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
         # A seed of its own for each turn: what is drawn does not depend on what else is in the batch.
         seed = int.from_bytes(hashlib.sha256(f"{self._config.seed}:{key}".encode()).digest()[:4])
-        return self._sampling_params(
+        return SamplingParams(
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=False,
             temperature=self._config.temperature,
             top_p=self._config.top_p,
             max_tokens=self._config.max_new_tokens,
@@ -154,8 +180,11 @@ class AnswerWorker(PartWorker):
         output_ids = list(answer.token_ids)
         if not output_ids or answer.finish_reason not in (FINISHED, CUT_OFF):
             self._give_up(dialogue, "no_answer", f"finish reason {answer.finish_reason}", is_failure=True)
+        elif answer.finish_reason == CUT_OFF and self._config.truncation == "drop":
+            self._give_up(dialogue, "cut_off", f"no end within {self._config.max_new_tokens} tokens")
         else:
             self._keep(dialogue, list(output.prompt_token_ids), output_ids, answer.finish_reason)
+            self._keep_draft(dialogue)
             self._ask(dialogue)
         self._close_if_complete(dialogue.part)
 
@@ -180,10 +209,19 @@ class AnswerWorker(PartWorker):
         account.figures.update(prompt_tokens=len(prompt_ids), output_tokens=len(output_ids))
         self.count(answers=1, tokens=len(output_ids))
 
+    def _keep_draft(self, dialogue: _Dialogue) -> None:
+        """Leave the answers so far of a prompt that is tried alone: the next turn may be the one that ends the engine."""
+        draft = dialogue.part.piece.draft
+        if draft is not None and len(dialogue.rows) < len(dialogue.turns):
+            _write(draft, dialogue.rows, dialogue.part.account)
+
     def _close_if_complete(self, part: _Part) -> None:
-        if not part.is_complete:
-            return
-        rows = [row for dialogue in part.dialogues for row in dialogue.rows]
-        part.account.figures["document_tokens"] = merged_tokens(rows)
-        with part_writer(self.output.join(part_name(part.number)), SCHEMA, part.account) as writer:
-            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+        if part.is_complete:
+            rows = [row for dialogue in part.dialogues for row in dialogue.rows]
+            _write(part.piece.file, rows, part.account)
+
+
+def _write(file: Location, rows: list[dict[str, Any]], account: PartAccount) -> None:
+    account.figures["document_tokens"] = merged_tokens(rows)
+    with part_writer(file, SCHEMA, account) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))

@@ -1,13 +1,15 @@
 """Workers that record features: the target in transformers, over packed batches of documents."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from components.data.ahead import map_ahead
 from components.data.documents import Turns, merge_turns
-from components.data.part_map import PartTask, PartWorker
+from components.data.part_worker import PartTask, PartWorker, Piece
 from components.data.parts import PartAccount, part_name, read_columns
-from components.data.shards import StoredDocument, feature_row, write_shard
+from components.data.shards import SCHEMA, StoredDocument, feature_row, write_shard
 from components.storage import Location
 from components.target.layers import Captured, capture, load_target
 
@@ -18,10 +20,12 @@ MIN_TOKENS = 2  # a shorter document predicts nothing
 class CaptureWorker(PartWorker):
     """Holds the target and turns each part of answers into the part of features with the same number."""
 
+    schema = SCHEMA
+
     def __init__(
         self,
         output: Location,
-        progress,
+        report: Callable[[Mapping[str, int]], Any],
         responses: Location,
         target_path: str,
         aux_layers: list[int],
@@ -29,29 +33,47 @@ class CaptureWorker(PartWorker):
         batch_tokens: int,
         num_threads: int,
     ) -> None:
-        super().__init__(output, progress)
+        super().__init__(output, report)
         self._responses = responses
         self._aux_layers = aux_layers
         self._batch_tokens = batch_tokens
+        self._num_threads = num_threads
         torch.set_num_threads(num_threads)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = load_target(target_path, getattr(torch, dtype), self._device)
 
-    def make(self, tasks: list[PartTask]) -> None:
-        """Record one part after another; only a batch's features are in memory at a time."""
-        for task in tasks:
-            name = part_name(task.number)
-            turns = read_columns(self._responses.join(name), RESPONSE_COLUMNS).to_pylist()
+    def make(self, pieces: list[Piece]) -> None:
+        """Record one piece after another; only a batch's features are in memory at a time."""
+        for piece in pieces:
             account = PartAccount()
-            write_shard(self.output.join(name), self._rows(list(merge_turns(turns)), account), account)
+            write_shard(piece.file, self._rows(piece.of(self._documents(piece.task)), account), account)
+
+    def num_rows(self, task: PartTask) -> int:
+        return len(self._documents(task))
+
+    def lose(self, piece: Piece, reason: str, detail: str) -> None:
+        account = PartAccount()
+        for turns in piece.of(self._documents(piece.task)):
+            _lose(turns, account, reason, detail)
+        write_shard(piece.file, [], account)
+
+    def _documents(self, task: PartTask) -> list[Turns]:
+        stored = read_columns(self._responses.join(part_name(task.number)), RESPONSE_COLUMNS)
+        return list(merge_turns(stored.to_pylist()))
 
     def _rows(self, documents: Sequence[Turns], account: PartAccount) -> Iterator[dict]:
-        for batch in pack(_long_enough(documents, account), self._batch_tokens):
-            for turns, captured in zip(batch, self._capture(batch), strict=True):
-                document = stored_document(turns, captured, account)
-                if document is not None:
-                    yield feature_row(document, turns.prompt_key, turns.split)
-                self.count(documents=1, tokens=len(turns.input_ids))
+        """Rows while the next ones are made of their states and the next batch is computed; the caller writes them."""
+        captured = self._states(list(_long_enough(documents, account)))
+        for row, accounted in map_ahead(_row, captured, self._num_threads, depth=2 * self._num_threads):
+            account.add(accounted)
+            if row is not None:
+                yield row
+            self.count(documents=1, tokens=accounted.figures["tokens"])
+
+    def _states(self, documents: Sequence[Turns]) -> Iterator[tuple[Turns, Captured]]:
+        batches = list(pack(documents, self._batch_tokens))
+        for batch, captured in zip(batches, map_ahead(self._capture, batches, num_threads=1, depth=1), strict=True):
+            yield from zip(batch, captured, strict=True)
 
     def _capture(self, batch: Sequence[Turns]) -> list[Captured]:
         """Features of each document; NaN stays with the document that has it (a masked 0 * NaN is NaN, too)."""
@@ -66,6 +88,13 @@ class CaptureWorker(PartWorker):
         captured = capture(self._model, ids, self._aux_layers, lengths)
         pieces = [states.to("cpu", torch.bfloat16).split(lengths) for states in captured]
         return [Captured(*states) for states in zip(*pieces, strict=True)]
+
+
+def _row(captured: tuple[Turns, Captured]) -> tuple[dict | None, PartAccount]:
+    turns, states = captured
+    account = PartAccount()
+    document = stored_document(turns, states, account)
+    return document and feature_row(document, turns.prompt_key, turns.split), account
 
 
 def pack(documents: Sequence[Turns], batch_tokens: int) -> Iterator[list[Turns]]:

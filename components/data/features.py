@@ -7,8 +7,9 @@ from typing import Any
 
 from components.config import Settings
 from components.data.capturing import CaptureWorker
-from components.data.part_map import PartJob, PartTask, failure_reason, make_parts
-from components.data.parts import PartAccount, conclude, part_name, part_names, read_columns, total_account
+from components.data.part_map import PartJob, make_parts
+from components.data.part_worker import PartTask, PartWorker
+from components.data.parts import conclude, part_names
 from components.pipeline import check_disk
 from components.stage import Outcome
 from components.storage import Location
@@ -24,7 +25,7 @@ def record_features(
     target: Mapping[str, Any],
     target_path: str,
     output: Location,
-    worker: type[CaptureWorker] = CaptureWorker,
+    worker: type[PartWorker] = CaptureWorker,
 ) -> Outcome:
     """Record the features of every answer; shards that are there already stay as they are.
 
@@ -35,10 +36,11 @@ def record_features(
         target: Facts of the target stage.
         target_path: The target's Hugging Face folder.
         output: Where the shards go.
-        worker: Class of the actors.
+        worker: Class of the workers.
 
     Raises:
-        ConfigError: aux layers that the target does not have, or a disk that is too small.
+        ConfigError: aux layers that the target does not have, or a disk that is too small or becomes full.
+        WorkersFailed: workers did not start, or did nothing but die.
         TooManyRowsLost: more turns were lost than `data.max_dropped_fraction` allows.
     """
     aux_layers = choose_aux_layers(settings.draft.aux_layers, target["num_layers"])
@@ -49,14 +51,11 @@ def record_features(
     )  # fmt: skip
     there = sum(output.join(name).size_bytes() for name in part_names(output))
     check_disk(output, num_tokens * token_bytes - there)
-    missing = make_parts(
+    make_parts(
         _job(settings, responses, num_tokens, target_path, aux_layers, output, worker),
         [PartTask(int(re.sub(r"\D", "", name))) for name in part_names(responses)],
     )
-    account = total_account(output)
-    for task in missing:
-        account.add(_lost(responses, task.number, output))
-    outcome = conclude("features", account, output, settings.data.max_dropped_fraction)
+    outcome = conclude("features", output, settings.data.max_dropped_fraction)
     shape = {
         "aux_layers": aux_layers,
         "num_aux_layers": len(aux_layers),
@@ -73,7 +72,7 @@ def _job(
     target_path: str,
     aux_layers: list[int],
     output: Location,
-    worker: type[CaptureWorker],
+    worker: type[PartWorker],
 ) -> PartJob:
     resources = settings.resources.features
     num_threads = max(1, int(resources.num_cpus))
@@ -93,12 +92,5 @@ def _job(
         ),
         resources=resources,
         env={"OMP_NUM_THREADS": str(num_threads), **resources.env},
+        max_attempts=settings.data.max_attempts,
     )
-
-
-def _lost(responses: Location, number: int, output: Location) -> PartAccount:
-    account = PartAccount()
-    reason, detail = failure_reason(output, number)
-    for key in read_columns(responses.join(part_name(number)), ["key"]).column("key").to_pylist():
-        account.fail(reason, {"key": key}, detail)
-    return account

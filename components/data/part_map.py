@@ -1,46 +1,39 @@
 """Running a stage's parts through Ray Data: actors that start once and take part after part, until every part exists.
 
-A part is done when its file is there. An actor whose process dies costs the parts it was working on, not the job: they
-are given to fresh actors, a bounded number of times, and what is then still missing is for the caller to account for.
+A part is done when its file is there. A worker whose process dies, or whose node does, costs the parts it was working
+on, not the job: they are made again in pieces (`components.data.pieces`), until each of their rows is there or is known
+to end a worker. The driver holds the parts' numbers and no row.
 """
 
 import logging
-import os
-import threading
-import time
-import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray
 import ray.data
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import RayError
 from ray.util.annotations import RayDeprecationWarning
 
-from components.config import StageResources
+from components.config import ConfigError, StageResources
+from components.data.part_worker import PartRunner, PartTask, PartWorker
 from components.data.parts import part_name
+from components.data.pieces import parts_in_pieces
+from components.data.progress import Stop, progress_lines, start_progress
 from components.storage import Location
 
 log = logging.getLogger("aerie")
 
-MAX_ATTEMPTS = 3  # times that a part is tried, each time by a fresh actor
-PARTS_PER_CALL = 4  # in the first attempt: an engine then never runs dry between two parts
-PROGRESS_INTERVAL_S = 10.0
-REPORT_INTERVAL_S = 1.0
-FAILURES = "_failures"
+PARTS_PER_CALL = 4  # an engine then never runs dry between two parts
+DEATHS_PER_ATTEMPT = 10
+"""Deaths in a row, for each of `max_attempts`, that a job bears while nothing is done: a handful of deadly rows."""
+MAX_FAILED_RUNS = 3
 
 
-@dataclass(frozen=True)
-class PartTask:
-    """A part to make: its number, and what the worker needs to find its rows."""
-
-    number: int
-    start: int = 0
-    num_bytes: int = 0
+class WorkersFailed(Exception):
+    """Workers of a stage could not start, or died and died again with nothing done in between."""
 
 
 @dataclass(frozen=True)
@@ -53,130 +46,89 @@ class PartJob:
     total: int
     """How many there are to make."""
     output: Location
-    worker: type["PartWorker"]
+    worker: type[PartWorker]
     worker_args: tuple[Any, ...]
     resources: StageResources
     env: Mapping[str, str]
+    max_attempts: int
+    """Times that a row may end a worker before it is given up."""
 
 
-class Progress:
-    """Counts what the workers have done (an actor)."""
-
-    def __init__(self) -> None:
-        self._done: Counter[str] = Counter()
-
-    def add(self, done: Mapping[str, int]) -> None:
-        self._done.update(done)
-
-    def done(self) -> dict[str, int]:
-        return dict(self._done)
-
-
-class PartWorker:
-    """Base of the workers: makes the parts of each call, and ends its process when that fails.
-
-    An engine that failed once may hold requests or memory of what it was doing, so the next part gets a fresh process.
-    """
-
-    def __init__(self, output: Location, progress: Any) -> None:
-        self.output = output
-        self._progress = progress
-        self._unreported: Counter[str] = Counter()
-        self._reported_at_s = time.monotonic()
-
-    def make(self, tasks: list[PartTask]) -> None:
-        """Write every part, each the moment it is complete."""
-        raise NotImplementedError
-
-    def count(self, **done: int) -> None:
-        """Add to the figures of the progress lines."""
-        self._unreported.update(done)
-        if time.monotonic() - self._reported_at_s >= REPORT_INTERVAL_S:
-            self._flush()
-
-    def __call__(self, call: dict[str, Any]) -> dict[str, Any]:
-        tasks = [PartTask(**task) for task in call["tasks"]]
-        try:
-            self.make(tasks)
-        except Exception:
-            self._leave_reason(tasks, traceback.format_exc())
-            os._exit(1)
-        self._flush()
-        return {"parts": len(tasks)}
-
-    def _flush(self) -> None:
-        ray.get(self._progress.add.remote(dict(self._unreported)))
-        self._unreported.clear()
-        self._reported_at_s = time.monotonic()
-
-    def _leave_reason(self, tasks: list[PartTask], reason: str) -> None:
-        for task in tasks:
-            if not self.output.join(part_name(task.number)).exists():
-                self.output.join(FAILURES, str(task.number)).write_bytes(reason.encode())
-
-
-def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> list[PartTask]:
+def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> None:
     """Make the parts that do not exist yet; finished ones are never touched.
 
-    Returns:
-        The parts that could not be made in `MAX_ATTEMPTS` attempts.
+    Raises:
+        ConfigError: the storage is full; what is done stays.
+        WorkersFailed: workers did not start, or did nothing but die.
     """
     pending = _missing(job, tasks)
     if len(pending) < len(tasks):
         log.info("%s: %d of %d parts are there already", job.title, len(tasks) - len(pending), len(tasks))
-    job.output.join(FAILURES).delete()
-    for attempt in range(MAX_ATTEMPTS):
-        if not pending:
-            break
-        parts_per_call = min(PARTS_PER_CALL, -(-len(pending) // job.resources.replicas)) if attempt == 0 else 1
+    if not pending:
+        return
+    progress = start_progress(job.resources.replicas + DEATHS_PER_ATTEMPT * job.max_attempts)
+    failed_runs = 0
+    while pending:
         try:
-            _run(job, pending, parts_per_call)
-        except ActorDiedError as error:
-            # A constructor that raised will raise again; a process that was ended while it started may not.
-            if error.actor_init_failed or attempt + 1 == MAX_ATTEMPTS:
+            _run(job, pending, progress)
+            failed_runs = 0
+        except RayError as error:  # not a worker's end: those are seen by the parts they leave
+            failed_runs += 1
+            if failed_runs == MAX_FAILED_RUNS:
                 raise
-            log.warning("%s: a worker ended while it started: %s", job.title, " ".join(str(error).split()))
-        pending = _missing(job, tasks)
-        for task in pending:
-            reason, detail = failure_reason(job.output, task.number)
-            last_line = detail.strip().rpartition("\n")[2]
+            log.warning("%s: Ray failed: %s", job.title, " ".join(str(error).split())[:500])
+        _check(job, ray.get(progress.stopped.remote()))
+        pending = [replace(task, in_pieces=True) for task in _missing(job, tasks)]
+        if pending:
+            numbers = ", ".join(str(task.number) for task in pending[:10]) + (", ..." if len(pending) > 10 else "")
+            words = ray.get(progress.last_words.remote()).strip().rpartition("\n")[2]
             log.warning(
-                "%s: part %d failed in attempt %d of %d: %s (%s)",
-                job.title, task.number, attempt + 1, MAX_ATTEMPTS, reason, last_line,
+                "%s: a worker ended with parts %s; made again in pieces (%s)",
+                job.title, numbers, words or "its process ended without a word",
             )  # fmt: skip
-    return pending
 
 
-def failure_reason(output: Location, number: int) -> tuple[str, str]:
-    """Why a part could not be made: (name of the reason, what is known of it)."""
-    note = output.join(FAILURES, str(number))
-    if note.exists():
-        return "worker_error", note.read_bytes().decode()[-2000:]
-    return "worker_died", "the worker's process ended without a word"
+def _check(job: PartJob, stop: Stop | None) -> None:
+    if stop is None:
+        return
+    if stop.failure == "storage":
+        last = stop.words.strip().rpartition("\n")[2]
+        raise ConfigError("storage.uri", f"{job.title}: {last}", "free some space and run again: what is done stays")
+    happened = "its worker does not start" if stop.failure == "start" else "workers die of whatever they are given"
+    raise WorkersFailed(f"{job.title}: {happened}; the last one said:\n{stop.words}")
 
 
 def _missing(job: PartJob, tasks: Sequence[PartTask]) -> list[PartTask]:
-    there = set(job.output.files())
-    return [task for task in tasks if part_name(task.number) not in there]
+    names = job.output.files()
+    there, in_pieces = set(names), parts_in_pieces(names)
+    missing = [task for task in tasks if part_name(task.number) not in there]
+    return [replace(task, in_pieces=True) if task.number in in_pieces else task for task in missing]
 
 
-def _run(job: PartJob, tasks: Sequence[PartTask], parts_per_call: int) -> None:
-    progress = ray.remote(num_cpus=0)(Progress).remote()
-    calls = [
-        {"tasks": [asdict(task) for task in tasks[start : start + parts_per_call]]}
-        for start in range(0, len(tasks), parts_per_call)
-    ]
-    replicas = min(job.resources.replicas, len(calls))
-    with _quiet_context(), _progress_lines(job, lambda: ray.get(progress.done.remote(), timeout=5)):
+def _calls(job: PartJob, tasks: Sequence[PartTask]) -> list[dict[str, Any]]:
+    """Parts in pieces come alone, so that one's deadly row costs no other part a start."""
+    whole = [task for task in tasks if not task.in_pieces]
+    size = max(1, min(PARTS_PER_CALL, -(-len(whole) // job.resources.replicas)))
+    groups = [whole[start : start + size] for start in range(0, len(whole), size)]
+    groups += [[task] for task in tasks if task.in_pieces]
+    return [{"tasks": [asdict(task) for task in group]} for group in groups]
+
+
+def _run(job: PartJob, tasks: Sequence[PartTask], progress: Any) -> None:
+    calls = _calls(job, tasks)
+    figures = progress_lines(job.title, job.unit, job.total, lambda: ray.get(progress.done.remote(), timeout=5))
+    with _quiet_context(), figures:
         done = ray.data.from_items(calls, override_num_blocks=len(calls)).map(
-            job.worker,
-            fn_constructor_args=(job.output, progress, *job.worker_args),
-            compute=ray.data.ActorPoolStrategy(size=replicas, max_tasks_in_flight_per_actor=1),
+            PartRunner,
+            fn_constructor_args=(job.worker, job.output, progress, job.worker_args, job.max_attempts),
+            compute=ray.data.ActorPoolStrategy(
+                size=min(job.resources.replicas, len(calls)), max_tasks_in_flight_per_actor=1
+            ),
             num_cpus=job.resources.num_cpus,
             num_gpus=job.resources.num_gpus,
             runtime_env={"env_vars": dict(job.env)},
-            max_restarts=len(calls),  # each death costs one call of this run, so no more can be needed
-            max_task_retries=0,  # retried by the next run, on its own: Ray would repeat a deadly part for ever
+            max_restarts=-1,  # the constructor cannot fail, and `Progress` bounds what can
+            max_task_retries=0,  # retried by the next run, in pieces: Ray would repeat a deadly part for ever
         )
         for _ in done.iter_rows():
             pass
@@ -199,30 +151,3 @@ def _quiet_context() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def _progress_lines(job: PartJob, done: Callable[[], Mapping[str, int]]) -> Iterator[None]:
-    stop = threading.Event()
-    started_at_s = time.monotonic()
-
-    def speak() -> None:
-        while not stop.wait(PROGRESS_INTERVAL_S):
-            with suppress(RayError):  # the figures are a courtesy
-                log.info("%s", _progress_line(job, done(), time.monotonic() - started_at_s))
-
-    thread = threading.Thread(target=speak, name=f"{job.title}-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _progress_line(job: PartJob, done: Mapping[str, int], elapsed_s: float) -> str:
-    number = done.get(job.unit, 0)
-    line = f"{job.title}: {number}/{job.total} {job.unit}, {done.get('tokens', 0) / elapsed_s:.0f} tokens/s"
-    if not number:
-        return f"{line} (starting)"
-    return f"{line}, about {max(0, job.total - number) * elapsed_s / number:.0f} s left"

@@ -145,31 +145,32 @@ def read_columns(part: Location, columns: list[str] | None) -> pa.Table:
         return file.read(columns=columns)
 
 
-def total_account(folder: Location) -> PartAccount:
-    """What became of the rows of all parts of an output."""
-    total = PartAccount()
-    for name in part_names(folder):
-        total.add(read_account(folder.join(name)))
-    return total
-
-
-def conclude(stage: str, account: PartAccount, output: Location, max_dropped_fraction: float) -> Outcome:
-    """Write the quarantine, log the table and hand back rows and figures.
+def conclude(stage: str, output: Location, max_dropped_fraction: float) -> Outcome:
+    """Add up the accounts of all parts, write the quarantine, log the table and hand back rows and figures.
 
     Raises:
         TooManyRowsLost: more rows were lost than allowed.
     """
-    rows = account.rows()
-    write_quarantine(output, account.quarantine)
+    total = PartAccount()
+    with output.join(QUARANTINE).writer() as stream:
+        for name in part_names(output):
+            account = read_account(output.join(name))
+            stream.write(_quarantine_lines(account.quarantine))
+            account.quarantine.clear()  # the lost rows of one part are in memory at a time
+            total.add(account)
+    rows = total.rows()
     log.info("%s: %s", stage, rows.table())
     check_rows(rows, max_dropped_fraction, stage)
-    return Outcome(facts=dict(account.figures), rows=rows)
+    return Outcome(facts=dict(total.figures), rows=rows)
 
 
 def write_quarantine(folder: Location, rows: Iterable[Mapping[str, Any]]) -> None:
     """One JSON line for every row that was lost: its place, the reason and what was found."""
-    lines = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
-    folder.join(QUARANTINE).write_bytes(lines.encode())
+    folder.join(QUARANTINE).write_bytes(_quarantine_lines(rows))
+
+
+def _quarantine_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows).encode()
 
 
 def _footer(file: pq.ParquetFile) -> Mapping[bytes, bytes]:

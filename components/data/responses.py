@@ -2,9 +2,10 @@
 
 from components.config import ConfigError, Settings
 from components.data.answering import AnswerWorker
-from components.data.part_map import PartJob, PartTask, failure_reason, make_parts
-from components.data.parts import PartAccount, conclude, total_account
-from components.data.prompt_list import PROMPTS, PromptRange, fixed_cut, prompt_ranges, read_range
+from components.data.part_map import PartJob, make_parts
+from components.data.part_worker import PartTask, PartWorker
+from components.data.parts import conclude
+from components.data.prompt_list import PROMPTS, fixed_cut, prompt_ranges
 from components.stage import Outcome
 from components.storage import Location
 from components.target.engine import engine_env, engine_kwargs, has_gpu
@@ -18,7 +19,7 @@ def answer_prompts(
     num_turns: int,
     target_path: str,
     output: Location,
-    worker: type[AnswerWorker] = AnswerWorker,
+    worker: type[PartWorker] = AnswerWorker,
 ) -> Outcome:
     """Answer every turn of `prompts`, part by part; parts that are there already stay as they are.
 
@@ -28,9 +29,11 @@ def answer_prompts(
         num_turns: Turns to answer, over all prompts.
         target_path: The target's Hugging Face folder.
         output: Where the parts go.
-        worker: Class of the actors.
+        worker: Class of the workers.
 
     Raises:
+        ConfigError: the storage is full.
+        WorkersFailed: engines did not start, or did nothing but die.
         TooManyRowsLost: more turns were lost than `data.max_dropped_fraction` allows.
     """
     file = prompts.join(PROMPTS)
@@ -51,12 +54,10 @@ def answer_prompts(
         ),
         resources=resources,
         env=engine_env(resources, in_process=True),
+        max_attempts=settings.data.max_attempts,
     )
-    missing = make_parts(job, [PartTask(part.number, part.start, part.num_bytes) for part in ranges])
-    account = total_account(output)
-    for part in (ranges[task.number] for task in missing):
-        account.add(_lost(file, part, output))
-    return conclude("responses", account, output, settings.data.max_dropped_fraction)
+    make_parts(job, [PartTask(part.number, part.start, part.num_bytes) for part in ranges])
+    return conclude("responses", output, settings.data.max_dropped_fraction)
 
 
 def response_engine_kwargs(settings: Settings, target_path: str) -> dict:
@@ -73,13 +74,3 @@ def check_length(settings: Settings, max_position_embeddings: int) -> None:
             f"{settings.target.max_model_len} is more than the target's {max_position_embeddings} positions",
             f"set it to {max_position_embeddings} or less",
         )
-
-
-def _lost(file: Location, part: PromptRange, output: Location) -> PartAccount:
-    account = PartAccount()
-    reason, detail = failure_reason(output, part.number)
-    for listed in read_range(file, part):
-        place = {"source": listed.prompt.source, "line": listed.prompt.line}
-        for turn in range(len(listed.prompt.turns())):
-            account.fail(reason, {"key": f"{listed.prompt.key}:{turn}", **place}, detail)
-    return account

@@ -84,6 +84,7 @@ def responses_stage(settings: Settings) -> Stage:
         run=run,
         config={
             "max_new_tokens": data.max_new_tokens,
+            "truncation": data.truncation,
             "temperature": data.temperature,
             "top_p": data.top_p,
             "seed": data.seed,

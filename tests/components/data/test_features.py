@@ -10,11 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from components.config import ConfigError, Settings
 from components.data.answering import SCHEMA
-from components.data.capturing import pack, stored_document
+from components.data.capturing import CaptureWorker, pack, stored_document
 from components.data.documents import Turns, merge_turns
 from components.data.features import record_features
-from components.data.parts import QUARANTINE, PartAccount, part_name, part_names, part_writer
-from components.data.shards import document_index, read_documents
+from components.data.part_worker import PartTask, Piece
+from components.data.parts import QUARANTINE, PartAccount, part_name, part_names, part_writer, read_account
+from components.data.pieces import Pieces
+from components.data.shards import document_index, read_documents, read_shard
 from components.storage import Location
 from components.target.aux_layers import bytes_per_token
 from components.target.layers import Captured, capture, load_target
@@ -109,6 +111,35 @@ def test_features_are_those_of_each_document_alone(ray_cluster, poisoned_target,
     assert record_features(settings, responses, num_tokens, TARGET, str(poisoned_target), output) == outcome
     again = {name: output.join(name).path.stat().st_mtime_ns for name in part_names(output)}
     assert [name for name in stamps if again[name] != stamps[name]] == [part_name(0)]
+
+
+def test_a_part_made_in_pieces_lacks_only_the_lost_documents(tiny_target, tmp_path):
+    responses, output = Location(str(tmp_path / "responses")), Location(str(tmp_path / "features"))
+    make_responses(responses)
+    worker = CaptureWorker(output, lambda done: None, responses, str(tiny_target), AUX_LAYERS, "float32", 64, 1)
+    whole, joined, task = output.join(part_name(0)), output.join(part_name(1)), PartTask(1)
+    worker.make([Piece(task, whole)])
+
+    pieces = Pieces(output, 1, worker.num_rows(task), max_attempts=1)
+    assert worker.num_rows(task) == 4  # the last of five turns continues the one before it
+    pieces.begin(range(4))  # a worker died with all of them
+    for rows in pieces.left():
+        piece = Piece(task, pieces.file(rows), rows)
+        if rows.start == 3:
+            worker.lose(piece, "worker_died", "")
+        else:
+            worker.make([piece])
+        pieces.end(rows)
+    pieces.join(joined, worker.schema)
+
+    account = read_account(joined)
+    assert (account.kept, account.failed) == (3, {"worker_died": 2})
+    assert [lost["key"] for lost in account.quarantine] == ["p7:0", "p7:1"]
+    expected = {document.key: document for document in read_shard(output, whole.name)}
+    found = read_shard(output, joined.name)
+    assert [document.key for document in found] == ["p4:0", "p5:0", "p6:0"]
+    for document in found:
+        torch.testing.assert_close(document.aux_hidden, expected[document.key].aux_hidden, rtol=2**-7, atol=1e-3)
 
 
 def test_a_disk_too_small_is_refused_before_anything_starts(settings, tmp_path):

@@ -1,4 +1,4 @@
-"""Answers by real vLLM engines under a real Ray: multi-turn, resumed, and with an engine that dies on the way."""
+"""Answers by real vLLM engines under a real Ray: multi-turn, resumed, and with engines that die on the way."""
 
 import json
 import os
@@ -10,30 +10,35 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from components.config import Settings
-from components.data.answering import AnswerWorker
+from components.data.answering import SCHEMA, AnswerWorker
 from components.data.documents import merge_turns
-from components.data.parts import QUARANTINE, part_names, read_columns
-from components.data.prompt_list import PROMPTS, write_prompts
+from components.data.part_worker import PartTask, Piece
+from components.data.parts import QUARANTINE, part_names, read_account, read_columns
+from components.data.prompt_list import PROMPTS, prompt_ranges, write_prompts
 from components.data.prompts import Prompt
-from components.data.responses import answer_prompts
+from components.data.responses import answer_prompts, response_engine_kwargs
 from components.stage import Outcome, TooManyRowsLost
 from components.storage import Location
 from components.target.chat import load_tokenizer, render
+from tests.engines import CPU_ENGINE_ENV
 from tests.tiny import EOS, SWITCH, add_switch, make_tiny_llama
 
 MAX_NEW_TOKENS = 16
 DIES_AT = 7
 GIVEN_IDS = [40, 41, 42]
 """No template makes these: no beginning-of-sequence token and no turn."""
+DEADLY = "k99:1"
 NUM_PROMPTS = 20
 
 
 class DyingWorker(AnswerWorker):
-    """Its process ends at the seventh answer, the first time that one gets so far."""
+    """Its process ends at the seventh answer, the first time that one gets so far, and always at a deadly one."""
 
     def _on_answer(self, dialogue, output):
         self.answers = getattr(self, "answers", 0) + 1
         if self.answers == DIES_AT and self.output.join("_died").create(b""):
+            os._exit(9)
+        if dialogue.key == DEADLY:
             os._exit(9)
         super()._on_answer(dialogue, output)
 
@@ -55,7 +60,8 @@ def user(text: str) -> dict:
 
 
 def make_prompts() -> list[Prompt]:
-    """20 good ones (every fourth of two turns), one too long at its second turn, one that the template rejects, and ids."""
+    """20 good ones (every fourth of two turns), one too long at its second turn, one that the template rejects, one of ids,
+    one whose second turn is deadly."""
     prompts = []
     for i in range(NUM_PROMPTS):
         turns = [user(f"What is {i} plus {i}?"), user("And twice that?")]
@@ -65,6 +71,7 @@ def make_prompts() -> list[Prompt]:
     prompts.append(Prompt("k90", "maths", long, None, "a.jsonl", 91))
     prompts.append(Prompt("k91", "maths", rejected, None, "a.jsonl", 92))
     prompts.append(Prompt("k92", "maths", [], None, "a.jsonl", 93, ids=GIVEN_IDS))
+    prompts.append(Prompt("k99", "maths", [user("Anything else?"), user("Now die.")], None, "a.jsonl", 100))
     return prompts
 
 
@@ -77,7 +84,12 @@ class Run:
         self.settings = Settings.model_validate(
             {
                 "target": {"dtype": "float32", "max_model_len": 256, "chat_template_kwargs": SWITCH},
-                "data": {"max_new_tokens": MAX_NEW_TOKENS, "rows_per_shard": 6, "max_dropped_fraction": 0.2},
+                "data": {
+                    "max_new_tokens": MAX_NEW_TOKENS,
+                    "rows_per_shard": 6,
+                    "max_dropped_fraction": 0.2,
+                    "max_attempts": 1,
+                },
             }
         )
         listed = make_prompts()
@@ -100,22 +112,20 @@ class Run:
 
 @pytest.fixture(scope="module")
 def finished(ray_cluster, ending_target, tmp_path_factory) -> tuple[Run, Outcome]:
-    """A run whose engine died at the seventh answer."""
+    """A run whose engine died at the seventh answer, and again at every try of one turn."""
     run = Run(tmp_path_factory.mktemp("run"), ending_target)
     outcome = run.answer(DyingWorker)
     assert run.output.join("_died").exists()
     return run, outcome
 
 
-def test_every_turn_is_answered_once_though_an_engine_died(finished):
+def test_every_turn_is_answered_once_though_engines_died(finished):
+    """All but the deadly turn; the turn before it is kept."""
     run, outcome = finished
-    expected = [f"{p.key}:{t}" for p in make_prompts()[:NUM_PROMPTS] for t in range(len(p.turns()))] + [
-        "k90:0",
-        "k92:0",
-    ]
-    assert [row["key"] for row in run.rows()] == expected
+    expected = [f"{p.key}:{t}" for p in make_prompts()[:NUM_PROMPTS] for t in range(len(p.turns()))]
+    assert [row["key"] for row in run.rows()] == [*expected, "k90:0", "k92:0", "k99:0"]
     assert outcome.rows.rows_in == run.num_turns
-    assert outcome.rows.failed == {}
+    assert outcome.rows.failed == {"worker_died": 1}
     assert len(part_names(run.output)) == 4
 
 
@@ -128,6 +138,7 @@ def test_lost_rows_are_counted_and_quarantined(finished):
         ("k90:1", "too_long", 91),
         ("k90:2", "too_long", 91),
         ("k91:0", "template_rejects", 92),
+        (DEADLY, "worker_died", 100),
     ]
     assert "unknown role critic" in lines[2]["detail"]
 
@@ -142,6 +153,27 @@ def test_answers_cut_by_their_length_are_counted(finished):
         assert (row["output_ids"][-1] == EOS) != was_cut
         assert len(row["output_ids"]) == MAX_NEW_TOKENS if was_cut else len(row["output_ids"]) <= MAX_NEW_TOKENS
     assert outcome.facts["output_tokens"] == sum(len(row["output_ids"]) for row in run.rows())
+
+
+def test_answers_cut_by_their_length_can_be_dropped(ending_target, tmp_path, monkeypatch):
+    """With the turns after them, whose prompts would hold half an answer."""
+    for name, value in {**CPU_ENGINE_ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+        monkeypatch.setenv(name, value)
+    run = Run(tmp_path, ending_target)
+    data = run.settings.data.model_copy(update={"truncation": "drop"})
+    kwargs = response_engine_kwargs(run.settings, str(ending_target))
+    worker = AnswerWorker(run.output, lambda done: None, run.prompts, str(ending_target), kwargs, data)
+    (whole,) = prompt_ranges(run.prompts.join(PROMPTS), 100)
+    part = run.output.join("part-00000.parquet")
+    worker.make([Piece(PartTask(0, whole.start, whole.num_bytes), part)])
+    rows, account = read_columns(part, SCHEMA.names).to_pylist(), read_account(part)
+    assert {row["output_ids"][-1] for row in rows} == {EOS}
+    assert len(rows) == account.kept >= 3
+    assert account.truncated == 0
+    assert account.dropped["cut_off"] >= 3
+    assert account.rows().rows_in == run.num_turns
+    kept = {row["key"] for row in rows}
+    assert not [key for key in kept if key.endswith(":1") and key.replace(":1", ":0") not in kept]
 
 
 def test_a_turn_is_asked_with_the_targets_own_answer_before_it(finished):

@@ -1,0 +1,169 @@
+"""Workers: what makes parts of rows, and the actor around it that survives whatever happens to it."""
+
+import errno
+import os
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import ray
+
+from components.data.parts import part_name
+from components.data.pieces import Pieces
+from components.data.progress import Failure
+from components.storage import Location
+
+REPORT_INTERVAL_S = 1.0
+SILENT_DEATH = "the worker's process ended without a word"
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class PartTask:
+    """A part to make: its number, and what the worker needs to find its rows."""
+
+    number: int
+    start: int = 0
+    num_bytes: int = 0
+    in_pieces: bool = False
+    """A worker died with it: make it piece by piece."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a part, and the file to make of them."""
+
+    task: PartTask
+    file: Location
+    rows: range | None = None
+    """None: all of them."""
+    draft: Location | None = None
+    """Where a worker may keep what there is of a single row, in case that the rest of it ends the process."""
+
+    def of(self, rows: list[Any]) -> list[Any]:
+        """These rows of all of the part's."""
+        return rows if self.rows is None else rows[self.rows.start : self.rows.stop]
+
+
+class PartWorker:
+    """Base of the workers: knows what to make of the rows, and leaves failures to the actor around it."""
+
+    schema: ClassVar[pa.Schema]
+    """Of the parts."""
+
+    def __init__(self, output: Location, report: Callable[[Mapping[str, int]], None]) -> None:
+        self.output = output
+        self._report = report
+        self._unreported: Counter[str] = Counter()
+        self._reported_at_s = time.monotonic()
+
+    def make(self, pieces: list[Piece]) -> None:
+        """Write the file of every piece, each the moment it is complete."""
+        raise NotImplementedError
+
+    def num_rows(self, task: PartTask) -> int:
+        """How many rows the part has, for its cut into pieces."""
+        raise NotImplementedError
+
+    def lose(self, piece: Piece, reason: str, detail: str) -> None:
+        """Write the file of a piece that cannot be made: an account of its rows, and what its draft has."""
+        raise NotImplementedError
+
+    def count(self, **done: int) -> None:
+        """Add to the figures of the progress lines."""
+        self._unreported.update(done)
+        if time.monotonic() - self._reported_at_s >= REPORT_INTERVAL_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Report what is done."""
+        self._report(dict(self._unreported))
+        self._unreported.clear()
+        self._reported_at_s = time.monotonic()
+
+
+class PartRunner:
+    """Runs a worker in an actor of Ray Data, and ends the process with whatever goes wrong in it.
+
+    An engine that failed once may hold requests or memory of what it was doing, so the next part gets a fresh process.
+    The worker is started in the first call: an actor that is restarted and whose constructor then raises is neither
+    replaced by Ray Data nor reported, and calls for it wait for ever.
+    """
+
+    def __init__(
+        self,
+        worker: type[PartWorker],
+        output: Location,
+        progress: Any,
+        worker_args: tuple[Any, ...],
+        max_attempts: int,
+    ) -> None:
+        self._start = lambda: worker(output, self._report, *worker_args)
+        self._output, self._progress, self._max_attempts = output, progress, max_attempts
+        self._worker: PartWorker | None = None
+
+    def __call__(self, call: dict[str, Any]) -> dict[str, Any]:
+        if not ray.get(self._progress.begin.remote()):
+            return {"parts": 0}
+        tasks = [PartTask(**task) for task in call["tasks"]]
+        failure: Failure = "start"
+        try:
+            self._worker = self._worker or self._start()
+            failure = "rows"
+            self._make(self._worker, tasks)
+        except Exception as error:
+            self._end("storage" if _is_full(error) else failure)
+        return {"parts": len(tasks)}
+
+    def _make(self, worker: PartWorker, tasks: list[PartTask]) -> None:
+        whole = [Piece(task, self._part(task)) for task in tasks if not task.in_pieces]
+        if whole:
+            worker.make(whole)
+        for task in tasks:
+            if task.in_pieces:
+                self._make_in_pieces(worker, task)
+        worker.flush()
+
+    def _make_in_pieces(self, worker: PartWorker, task: PartTask) -> None:
+        pieces = Pieces(self._output, task.number, worker.num_rows(task), self._max_attempts)
+        for rows in pieces.left():
+            piece = Piece(task, pieces.file(rows), rows, pieces.draft(rows))
+            if pieces.is_lost(rows):
+                words = pieces.last_words(rows)
+                worker.lose(piece, "worker_error" if words else "worker_died", words or SILENT_DEATH)
+            else:
+                _try(worker, pieces, piece, rows)
+            pieces.end(rows)
+        pieces.join(self._part(task), worker.schema)
+
+    def _part(self, task: PartTask) -> Location:
+        return self._output.join(part_name(task.number))
+
+    def _report(self, done: Mapping[str, int]) -> None:
+        ray.get(self._progress.add.remote(done))
+
+    def _end(self, failure: Failure) -> None:
+        try:
+            ray.get(self._progress.fail.remote(failure, traceback.format_exc()))
+        finally:
+            os._exit(1)
+
+
+def _try(worker: PartWorker, pieces: Pieces, piece: Piece, rows: range) -> None:
+    pieces.begin(rows)
+    try:
+        worker.make([piece])
+    except Exception:
+        with suppress(OSError):
+            pieces.fail(rows, traceback.format_exc())
+        raise
+    worker.flush()
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in NO_SPACE

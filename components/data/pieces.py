@@ -1,0 +1,111 @@
+"""Pieces of a part whose worker died: which rows are done, which ones may be to blame, what to try next.
+
+All of it is told by the names of files in `_pieces/<part>/`, so any process goes on where another one ended:
+
+    00008-00016.try-0      rows 8 to 15 were begun; it holds what the worker could say of its failure
+    00008-00016.parquet    they are done, with their account
+    00008-00009.draft      what there was of row 8 when it was last tried
+
+A piece that was begun and not done is cut into `FAN_OUT`; a row alone is tried `max_attempts` times and then lost. So
+every death narrows the search, and costs a part with one deadly row about log(rows) / log(`FAN_OUT`) + `max_attempts` of them.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from components.data.parts import PartAccount, part_writer, read_account
+from components.storage import Location
+
+PIECES = "_pieces"
+FAN_OUT = 8
+NAME = re.compile(r"(\d+)-(\d+)\.(parquet|try)")
+
+
+class Pieces:
+    """The state of one part, read once; one process at a time works on a part."""
+
+    def __init__(self, output: Location, number: int, num_rows: int, max_attempts: int) -> None:
+        self._folder = output.join(PIECES, str(number))
+        self._rows = range(num_rows)
+        self._max_attempts = max_attempts
+        self._done: set[range] = set()
+        self._tries: Counter[range] = Counter()
+        for found in map(NAME.match, self._folder.files()):
+            if found:
+                rows = range(int(found[1]), int(found[2]))
+                self._tries[rows] += found[3] == "try"
+                self._done |= {rows} if found[3] == "parquet" else set()
+
+    def left(self) -> list[range]:
+        """The pieces to try, the least suspicious first: never tried, and cut off a death the fewest times."""
+        left = [rows for rows in self._leaves(self._rows) if rows not in self._done]
+        return sorted(left, key=lambda rows: (self._tries[rows], -len(rows), rows.start))
+
+    def is_lost(self, rows: range) -> bool:
+        """Whether this is a row that has had its tries."""
+        return len(rows) == 1 and self._tries[rows] >= self._max_attempts
+
+    def begin(self, rows: range) -> None:
+        """Note that these rows are being tried; if the process ends now, they are what ended it."""
+        self._tries[rows] += 1
+        self._last_try(rows).write_bytes(b"")
+
+    def end(self, rows: range) -> None:
+        """Note that their file is written."""
+        self._done.add(rows)
+
+    def fail(self, rows: range, words: str) -> None:
+        """Note why they failed."""
+        self._last_try(rows).write_bytes(words.encode())
+
+    def last_words(self, rows: range) -> str:
+        """What the worker said when these rows last failed; nothing where its process was ended."""
+        return self._last_try(rows).read_bytes().decode()
+
+    def file(self, rows: range) -> Location:
+        return self._place(rows, "parquet")
+
+    def draft(self, rows: range) -> Location | None:
+        """Where the beginning of a row that may turn out to be deadly is kept; None for several rows."""
+        return self._place(rows, "draft") if len(rows) == 1 else None
+
+    def join(self, part: Location, schema: pa.Schema) -> None:
+        """Make the part of its pieces, in the order of its rows and with the sum of their accounts, and forget them."""
+        account = PartAccount()
+        with part_writer(part, schema, account) as writer:
+            for file in map(self.file, self._leaves(self._rows)):
+                account.add(read_account(file))
+                for table in _row_groups(file):
+                    writer.write_table(table)
+        self._folder.delete()
+
+    def _leaves(self, rows: range) -> Iterator[range]:
+        """The cut so far, in the order of the rows."""
+        if rows in self._done or len(rows) == 1 or (len(rows) > 1 and not self._tries[rows]):
+            yield rows
+            return
+        step = -(-len(rows) // FAN_OUT)
+        for start in range(rows.start, rows.stop, step or 1):
+            yield from self._leaves(range(start, min(start + step, rows.stop)))
+
+    def _last_try(self, rows: range) -> Location:
+        return self._place(rows, f"try-{self._tries[rows] - 1}")
+
+    def _place(self, rows: range, kind: str) -> Location:
+        return self._folder.join(f"{rows.start:05d}-{rows.stop:05d}.{kind}")
+
+
+def parts_in_pieces(names: list[str]) -> set[int]:
+    """Numbers of the parts that an earlier run left in pieces, from the names of all files of an output."""
+    return {int(name.split("/")[1]) for name in names if name.startswith(f"{PIECES}/")}
+
+
+def _row_groups(file: Location) -> Iterator[pa.Table]:
+    with file.open() as stream:
+        parquet = pq.ParquetFile(stream)
+        for index in range(parquet.num_row_groups):
+            yield parquet.read_row_group(index)

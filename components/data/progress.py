@@ -1,0 +1,115 @@
+"""What the workers of a job have done and how they failed, gathered in one actor beside the driver."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+log = logging.getLogger("aerie")
+
+Failure = Literal["rows", "start", "storage"]
+"""While rows were made, while the worker started, or because nothing more can be written."""
+
+PROGRESS_INTERVAL_S = 10.0
+MAX_FAILED_STARTS = 3
+LAST_WORDS = 2000
+"""Characters that are kept of a traceback."""
+
+
+class Stop(NamedTuple):
+    """Why no worker should go on."""
+
+    failure: Failure
+    words: str
+
+
+class Progress:
+    """Counts what is done (an actor), and says stop when workers end and end again with nothing done in between.
+
+    A few deadly rows are set apart, one by one; workers that die of every row, of a broken GPU for example, would
+    otherwise be started again for each of them.
+    """
+
+    def __init__(self, max_calls_without_progress: int) -> None:
+        self._done: Counter[str] = Counter()
+        self._max_calls = max_calls_without_progress
+        self._calls = 0
+        self._failed_starts = 0
+        self._has_worked = False
+        self._words = ""
+        self._stop: Stop | None = None
+
+    def begin(self) -> bool:
+        """A worker takes a call; False: it should leave it."""
+        self._calls += 1
+        if self._calls > self._max_calls:
+            self.stop("rows", self._words or "the workers' processes ended without a word")
+        return self._stop is None
+
+    def add(self, done: Mapping[str, int]) -> None:
+        """Something was done; an empty sum counts as well."""
+        self._done.update(done)
+        self._calls = self._failed_starts = 0
+        self._has_worked = True
+
+    def fail(self, failure: Failure, words: str) -> None:
+        """A worker is about to end itself."""
+        self._words = words[-LAST_WORDS:]
+        self._failed_starts += failure == "start"
+        cannot_start = self._failed_starts and (not self._has_worked or self._failed_starts == MAX_FAILED_STARTS)
+        if failure == "storage" or cannot_start:
+            self.stop(failure, self._words)
+
+    def stop(self, failure: Failure, words: str) -> None:
+        self._stop = self._stop or Stop(failure, words)
+
+    def stopped(self) -> Stop | None:
+        return self._stop
+
+    def last_words(self) -> str:
+        return self._words
+
+    def done(self) -> dict[str, int]:
+        return dict(self._done)
+
+
+def start_progress(max_calls_without_progress: int) -> Any:
+    """A `Progress` actor on the driver's own node: the workers of all other nodes should outlive any one of them."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(num_cpus=0)(Progress).options(scheduling_strategy=here)
+    return actor.remote(max_calls_without_progress)
+
+
+@contextmanager
+def progress_lines(title: str, unit: str, total: int, done: Callable[[], Mapping[str, int]]) -> Iterator[None]:
+    """Logs how far a job is, every `PROGRESS_INTERVAL_S` while the block runs."""
+    stop = threading.Event()
+    started_at_s = time.monotonic()
+
+    def speak() -> None:
+        while not stop.wait(PROGRESS_INTERVAL_S):
+            with suppress(RayError):  # the figures are a courtesy
+                log.info("%s: %s", title, _figures(unit, total, done(), time.monotonic() - started_at_s))
+
+    thread = threading.Thread(target=speak, name=f"{title}-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _figures(unit: str, total: int, done: Mapping[str, int], elapsed_s: float) -> str:
+    number = done.get(unit, 0)
+    figures = f"{number}/{total} {unit}, {done.get('tokens', 0) / elapsed_s:.0f} tokens/s"
+    if not number:
+        return f"{figures} (starting)"
+    return f"{figures}, about {max(0, total - number) * elapsed_s / number:.0f} s left"

@@ -1,0 +1,57 @@
+"""A job on three Ray nodes of this machine, one of which is killed in the middle of it: `python -m ... OUTPUT`."""
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from components.data.part_map import make_parts
+from components.data.part_worker import PartTask
+from components.storage import Location
+from tests.components.data.counting import CountingWorker, counting_job, times_made
+
+NUM_PARTS, ROWS_PER_PART = 24, 8
+SECONDS_A_ROW = 0.05
+KILL_AFTER_ROWS = 40
+SAID = "_said.json"
+
+
+class NotingWorker(CountingWorker):
+    """Notes the nodes that rows were made on."""
+
+    def row(self, number: int) -> dict[str, Any]:
+        self.output.join("_nodes", ray.get_runtime_context().get_node_id()).create(b"")
+        return super().row(number)
+
+
+def main(output: Location) -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    doomed = [cluster.add_node(num_cpus=2), cluster.add_node(num_cpus=2)][0]
+    ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+    killer = threading.Thread(target=kill_in_the_middle, args=(cluster, doomed, output))
+    killer.start()
+    job = counting_job(output, ROWS_PER_PART, (), (), "", SECONDS_A_ROW, worker=NotingWorker, replicas=4)
+    make_parts(job, [PartTask(number) for number in range(NUM_PARTS)])
+    killer.join()
+    nodes = output.join("_nodes").files()
+    alive = sum(node["Alive"] for node in ray.nodes())
+    said = {"doomed": doomed.node_id, "nodes": nodes, "alive": alive}
+    output.join(SAID).write_bytes(json.dumps(said).encode())
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def kill_in_the_middle(cluster: Cluster, node: Any, output: Location) -> None:
+    """Without a warning, once the node is at work and a part of the job is done."""
+    at_work = output.join("_nodes", node.node_id)
+    while times_made(output).total() < KILL_AFTER_ROWS or not at_work.exists():
+        time.sleep(0.05)
+    cluster.remove_node(node, allow_graceful=False)
+
+
+if __name__ == "__main__":
+    main(Location(sys.argv[1]))

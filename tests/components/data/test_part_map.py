@@ -1,0 +1,64 @@
+"""Parts made under a real Ray by workers that die, raise, do not start or find the disk full; and by many of them."""
+
+import json
+
+import psutil
+import pytest
+
+from components.config import ConfigError
+from components.data.part_map import make_parts
+from components.data.part_worker import PartTask
+from components.data.parts import QUARANTINE, conclude, part_names
+from components.data.pieces import PIECES
+from components.storage import Location
+from tests.components.data.counting import FullDiskWorker, counting_job, numbers_in, times_made
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture
+def output(tmp_path) -> Location:
+    return Location(str(tmp_path / "output"))
+
+
+def tasks(num_parts: int) -> list[PartTask]:
+    return [PartTask(number) for number in range(num_parts)]
+
+
+def test_only_the_row_that_ends_its_workers_is_lost(output):
+    """24 rows in three parts; 15 ends the process of every worker, 20 raises in it."""
+    make_parts(counting_job(output, 8, {15}, {20}, max_attempts=1), tasks(3))
+    assert numbers_in(output) == [number for number in range(24) if number not in (15, 20)]
+    rows = conclude("counting", output, 1.0).rows
+    assert (rows.kept, rows.failed) == (22, {"worker_died": 1, "worker_error": 1})
+    lost = [json.loads(line) for line in output.join(QUARANTINE).read_bytes().splitlines()]
+    details = {row["key"]: row["detail"] for row in lost}
+    assert details[15] == "the worker's process ended without a word"
+    assert "ArithmeticError: 20 is impossible" in details[20]
+    assert not [name for name in output.files() if name.startswith(PIECES)]
+    # each death narrows the search: nothing is made once for every try of a deadly row
+    assert max(times_made(output).values()) <= 4
+
+
+def test_a_full_disk_ends_the_job_and_keeps_what_is_done(output):
+    with pytest.raises(ConfigError, match=r"storage\.uri: .*No space left"):
+        make_parts(counting_job(output, 4, worker=FullDiskWorker, replicas=1), tasks(4))
+    assert numbers_in(output) == list(range(8))
+    make_parts(counting_job(output, 4), tasks(4))
+    assert numbers_in(output) == list(range(16))
+    assert [times_made(output)[number] for number in range(8)] == [1] * 8
+
+
+def test_the_driver_holds_no_rows(output):
+    """40,000 rows of 4 KB pass by the driver, which may not grow by a tenth of them."""
+    rows_per_part, num_parts, text = 200, 200, "x" * 4096
+    make_parts(counting_job(output.join("warm"), 1), tasks(2))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    make_parts(counting_job(output, rows_per_part, (), (), text), tasks(num_parts))
+    outcome = conclude("counting", output, 0.0)
+    grown = process.memory_info().rss - before
+    written = sum(output.join(name).size_bytes() for name in part_names(output))
+    assert outcome.rows.kept == rows_per_part * num_parts
+    assert written > 150e6
+    assert grown < written / 10

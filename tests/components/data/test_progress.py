@@ -1,0 +1,56 @@
+"""When a job whose workers fail goes on, and when it stops."""
+
+from components.data.progress import MAX_FAILED_STARTS, Progress
+
+
+def test_calls_in_a_row_with_nothing_done_stop_the_job():
+    progress = Progress(3)
+    assert [progress.begin() for _ in range(4)] == [True, True, True, False]
+    assert progress.stopped().failure == "rows"
+
+
+def test_whatever_is_done_starts_the_count_anew():
+    progress = Progress(2)
+    for _ in range(5):
+        assert progress.begin()
+        progress.add({})
+    assert progress.stopped() is None
+
+
+def test_a_worker_that_never_worked_is_not_started_again():
+    progress = Progress(10)
+    progress.fail("start", "no such model")
+    assert progress.stopped() == ("start", "no such model")
+    assert not progress.begin()
+
+
+def test_a_start_may_fail_after_an_engine_died():
+    """Its memory is not always free again at once."""
+    progress = Progress(10)
+    progress.add({"rows": 1})
+    for _ in range(MAX_FAILED_STARTS - 1):
+        progress.fail("start", "not enough memory")
+        assert progress.begin()
+    progress.fail("start", "not enough memory")
+    assert not progress.begin()
+
+
+def test_full_storage_stops_the_job_whatever_was_done():
+    progress = Progress(10)
+    progress.add({"rows": 5})
+    progress.fail("storage", "No space left on device")
+    assert progress.stopped().failure == "storage"
+
+
+def test_failing_rows_alone_stop_nothing():
+    progress = Progress(10)
+    progress.fail("rows", "CUDA error")
+    assert progress.begin()
+    assert progress.last_words() == "CUDA error"
+
+
+def test_figures_add_up():
+    progress = Progress(1)
+    progress.add({"answers": 2, "tokens": 10})
+    progress.add({"answers": 1})
+    assert progress.done() == {"answers": 3, "tokens": 10}
