@@ -5,6 +5,7 @@ import json
 import pytest
 
 from components.config import Settings
+from components.data.prompt_list import PROMPTS, write_prompts
 from components.data.prompts import Prompt
 from components.evaluation.acceptance import total
 from components.serving.replay import (
@@ -15,6 +16,9 @@ from components.serving.replay import (
     read_stream,
     request_body,
 )
+from components.serving.stages import read_sessions
+from components.stage import Artifact
+from components.storage import Location
 
 SPECULATION = {
     "acceptance_histogram": [4, 3, 2, 1],
@@ -115,3 +119,11 @@ def test_an_answer_of_its_end_token_only_is_empty():
 )
 def test_a_stream_that_breaks_is_an_error(raw, error):
     assert read_stream("x", raw).error == error
+
+
+def test_prompts_given_as_ids_are_no_traffic(tmp_path):
+    asked = [prompt("a", "Hello?"), Prompt("b", "family", [], None, "file", 2, ids=[5, 6])]
+    folder = Location(str(tmp_path))
+    write_prompts(folder.join(PROMPTS), asked, {"a": "held_out", "b": "held_out"})
+    sessions = read_sessions(Artifact("prompts", folder, "f", {}), Settings())
+    assert {turn[0]["content"] for session in sessions for turn in session.turns} == {"Hello?"}
