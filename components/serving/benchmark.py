@@ -131,7 +131,9 @@ def serving(records: Path) -> Iterator[str]:
         records=str(records),
     )
     port = _free_port()
-    ray.init(address="local", num_cpus=LOGICAL_CPUS, include_dashboard=False, logging_level="warning")
+    ray.init(
+        address="local", num_cpus=LOGICAL_CPUS, include_dashboard=False, logging_level="warning", log_to_driver=False
+    )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
         serve.run(build_fast_arm(), name=ARM_APP, route_prefix=DIRECT)

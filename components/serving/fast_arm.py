@@ -50,7 +50,7 @@ class FastArm:
     async def _direct(self, request: Request) -> Response:
         items = self.answer("chat", body := await request.json())
         if body.get("stream"):
-            return StreamingResponse(items, media_type="text/event-stream")
+            return StreamingResponse((str(item) async for item in items), media_type="text/event-stream")
         return JSONResponse(await anext(items))
 
 

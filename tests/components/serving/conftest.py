@@ -68,7 +68,10 @@ def stage_inputs(
     places = {"prompts": folder, "head": random_head}
     return {
         name: Artifact(
-            name, Location(str(places.get(name, served_target))), name, {"digest": name, "facts": facts.get(name, {})}
+            name,
+            Location(str(places.get(name, served_target))),
+            name,
+            {"digest": name, "facts": facts.get(name, {}), "files": {}},
         )
         for name in ("target", "prompts", "head", "incumbent", "evaluation")
     }
