@@ -101,7 +101,9 @@ def needed_outputs(
     pending = list(reasons)
     while pending:
         output = there.get(pending.pop())
-        for place in output.inputs if output else ():
+        if output is None:
+            continue
+        for place in output.inputs:
             if place not in reasons:
                 reasons[place] = f"read by {output.stage}/{output.fingerprint}"
                 pending.append(place)

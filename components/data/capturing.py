@@ -94,7 +94,8 @@ def _row(captured: tuple[Turns, Captured]) -> tuple[dict | None, PartAccount]:
     turns, states = captured
     account = PartAccount()
     document = stored_document(turns, states, account)
-    return document and feature_row(document, turns.prompt_key, turns.split), account
+    row = None if document is None else feature_row(document, turns.prompt_key, turns.split)
+    return row, account
 
 
 def pack(documents: Sequence[Turns], batch_tokens: int) -> Iterator[list[Turns]]:
