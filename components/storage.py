@@ -118,11 +118,15 @@ class Location:
 
     def files(self) -> list[str]:
         """Paths below this folder, relative to it and sorted; unfinished files are left out."""
-        fs, path = self._filesystem()
-        found = fs.get_file_info(pafs.FileSelector(path, allow_not_found=True, recursive=True))
-        base = path.rstrip("/") + "/"
-        names = (info.path.removeprefix(base) for info in found if info.type == pafs.FileType.File)
-        return sorted(name for name in names if TEMPORARY_MARK not in name)
+        return sorted(name for name in self.sizes_bytes() if TEMPORARY_MARK not in name)
+
+    def sizes_bytes(self) -> dict[str, int]:
+        """{path below this folder: bytes} of every file, also of unfinished ones: what the folder takes."""
+        return {path: info.size for path, info in self._below(recursive=True) if info.type == pafs.FileType.File}
+
+    def folders(self) -> list[str]:
+        """Names of the folders right in this one, sorted."""
+        return sorted(path for path, info in self._below(recursive=False) if info.type == pafs.FileType.Directory)
 
     def sha256(self) -> str:
         digest = hashlib.sha256()
@@ -140,6 +144,12 @@ class Location:
             if not place.exists() or place.size_bytes() != source.size_bytes():
                 place.write_bytes(source.read_bytes())
         return copy
+
+    def _below(self, recursive: bool) -> Iterator[tuple[str, pafs.FileInfo]]:
+        fs, path = self._filesystem()
+        base = path.rstrip("/") + "/"
+        for info in fs.get_file_info(pafs.FileSelector(path, allow_not_found=True, recursive=recursive)):
+            yield info.path.removeprefix(base), info
 
     def _blocks(self) -> Iterator[bytes]:
         fs, path = self._filesystem()

@@ -21,11 +21,16 @@ from components.storage import Location
 log = logging.getLogger("aerie")
 
 ACCOUNT_KEY = b"aerie.account"
+FORMAT_KEY = b"aerie.format"
+FORMAT = 1
+"""Raise it when the columns of a part, or what they mean, change; parts from before it was recorded are of format 1."""
 QUARANTINE = "quarantine.jsonl"
 
 
 class CorruptPart(Exception):
     """A part, or one of its rows, does not hold what was written; names the file and the row."""
+
+    fix = "delete the stage's _manifest.json and this file, and run again"
 
     def __init__(self, part: Location, row: int | None, problem: str) -> None:
         super().__init__(part.uri, row, problem)
@@ -33,7 +38,13 @@ class CorruptPart(Exception):
 
     def __str__(self) -> str:
         place = self.part.uri if self.row is None else f"{self.part.uri}, row {self.row}"
-        return f"{place}: {self.problem}. Fix: delete the stage's _manifest.json and this file, and run again"
+        return f"{place}: {self.problem}. Fix: {self.fix}"
+
+
+class UnknownFormat(CorruptPart):
+    """A part in a format that this version of the code does not read."""
+
+    fix = "use the version that wrote it, or make the stage again with --force"
 
 
 @dataclass
@@ -85,7 +96,27 @@ def part_writer(part: Location, schema: pa.Schema, account: PartAccount) -> Iter
         pq.ParquetWriter(stream, schema, use_dictionary=False, compression="NONE", write_statistics=False) as writer,
     ):
         yield writer
-        writer.add_key_value_metadata({ACCOUNT_KEY: json.dumps(vars(account)).encode()})
+        footer = {ACCOUNT_KEY: json.dumps(vars(account)).encode(), FORMAT_KEY: str(FORMAT).encode()}
+        writer.add_key_value_metadata(footer)
+
+
+@contextmanager
+def open_part(part: Location) -> Iterator[pq.ParquetFile]:
+    """The part's Parquet file, for reading any row group of it.
+
+    Raises:
+        CorruptPart: it is no whole Parquet file.
+        UnknownFormat: its columns are those of another version of the code.
+    """
+    with part.open() as stream:
+        try:
+            file = pq.ParquetFile(stream)
+        except pa.ArrowException as error:
+            raise CorruptPart(part, None, f"not a whole Parquet file ({error})") from error
+        found = _footer(file).get(FORMAT_KEY, b"1").decode()
+        if found != str(FORMAT):
+            raise UnknownFormat(part, None, f"it has format {found}, this version reads format {FORMAT}")
+        yield file
 
 
 def read_account(part: Location) -> PartAccount:
@@ -94,20 +125,24 @@ def read_account(part: Location) -> PartAccount:
     Raises:
         CorruptPart: it is no Parquet file of ours.
     """
-    with part.open() as stream:
-        try:
-            metadata = pq.read_metadata(stream).metadata
-        except pa.ArrowException as error:
-            raise CorruptPart(part, None, f"not a whole Parquet file ({error})") from error
-    stored = json.loads(metadata[ACCOUNT_KEY])
+    with open_part(part) as file:
+        footer = _footer(file)
+    if ACCOUNT_KEY not in footer:
+        raise CorruptPart(part, None, "its footer has no account of its rows: no data stage wrote it")
+    stored = json.loads(footer[ACCOUNT_KEY])
     for name in ("dropped", "failed", "figures"):
         stored[name] = Counter(stored[name])
     return PartAccount(**stored)
 
 
-def read_columns(part: Location, columns: list[str]) -> pa.Table:
-    with part.open() as stream:
-        return pq.read_table(stream, columns=columns)
+def read_columns(part: Location, columns: list[str] | None) -> pa.Table:
+    """Whole columns of a part; None: all of them.
+
+    Raises:
+        CorruptPart: it is no whole part, or of another version's format.
+    """
+    with open_part(part) as file:
+        return file.read(columns=columns)
 
 
 def total_account(folder: Location) -> PartAccount:
@@ -135,3 +170,7 @@ def write_quarantine(folder: Location, rows: Iterable[Mapping[str, Any]]) -> Non
     """One JSON line for every row that was lost: its place, the reason and what was found."""
     lines = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
     folder.join(QUARANTINE).write_bytes(lines.encode())
+
+
+def _footer(file: pq.ParquetFile) -> Mapping[bytes, bytes]:
+    return file.metadata.metadata or {}

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from components.data.parts import CorruptPart, PartAccount, part_names, part_writer, read_columns
+from components.data.parts import CorruptPart, PartAccount, open_part, part_names, part_writer, read_columns
 from components.draft.batch import Document
 from components.storage import Location
 
@@ -130,17 +130,12 @@ def read_input_ids(folder: Location) -> Tensor:
     return found
 
 
-def _read_rows(shard: Location, rows: Sequence[int] | None) -> Iterator[StoredDocument]:
-    with shard.open() as stream:
-        try:
-            file = pq.ParquetFile(stream)
-        except pa.ArrowException as error:
-            raise CorruptPart(shard, None, f"not a whole Parquet file ({error})") from error
-        for row in range(file.num_row_groups) if rows is None else rows:
-            yield _read_row(shard, file, row)
+def read_row(shard: Location, file: pq.ParquetFile, row: int) -> StoredDocument:
+    """One row of an opened shard.
 
-
-def _read_row(shard: Location, file: pq.ParquetFile, row: int) -> StoredDocument:
+    Raises:
+        CorruptPart: it does not hold what was written.
+    """
     try:
         table = file.read_row_group(row)
     except (pa.ArrowException, OSError) as error:
@@ -159,6 +154,12 @@ def _read_row(shard: Location, file: pq.ParquetFile, row: int) -> StoredDocument
         key=stored["key"].as_py(),
         family=stored["family"].as_py(),
     )
+
+
+def _read_rows(shard: Location, rows: Sequence[int] | None) -> Iterator[StoredDocument]:
+    with open_part(shard) as file:
+        for row in range(file.num_row_groups) if rows is None else rows:
+            yield read_row(shard, file, row)
 
 
 def _checksum(input_ids: np.ndarray, loss_mask: np.ndarray, aux_hidden: Any, last_hidden: Any) -> int:

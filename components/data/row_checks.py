@@ -1,0 +1,82 @@
+"""What must hold for every row of responses and features; each check says what is wrong with one row.
+
+Names: n tokens of a document, A aux layers, H the target's hidden size.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from components.data.answering import CUT_OFF, FINISHED
+from components.data.documents import Turns
+from components.data.shards import StoredDocument
+
+
+@dataclass(frozen=True)
+class FeatureWidths:
+    """Values a token that a shard must have."""
+
+    aux: int
+    """A * H"""
+    last: int
+    """H"""
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "FeatureWidths":
+        """From the facts of a finished features output."""
+        return cls(facts["num_aux_layers"] * facts["hidden_size"], facts["hidden_size"])
+
+
+@dataclass
+class SeenKeys:
+    """Keys of a whole set, eight bytes each, so that the keys of millions of rows fit in memory."""
+
+    _seen: set[int] = field(default_factory=set)
+
+    def add(self, key: str) -> bool:
+        """False when the key was there before."""
+        number = int.from_bytes(blake2b(key.encode(), digest_size=8).digest())
+        is_new = number not in self._seen
+        self._seen.add(number)
+        return is_new
+
+
+def response_problems(row: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with an answered turn."""
+    if row["key"] != f"{row['prompt_key']}:{row['turn']}":
+        yield f"its key is not that of turn {row['turn']} of prompt {row['prompt_key']}"
+    for name in ("prompt_ids", "output_ids"):
+        if not row[name]:
+            yield f"{name} is empty"
+        elif min(row[name]) < 0:
+            yield f"{name} holds a negative id"
+    if row["finish_reason"] not in (FINISHED, CUT_OFF):
+        yield f"its finish reason is {row['finish_reason']!r}"
+
+
+def document_problems(document: StoredDocument, num_tokens: int, widths: FeatureWidths | None) -> Iterator[str]:
+    """What is wrong with a document whose checksum is right."""
+    if len(document.input_ids) != num_tokens:
+        yield f"it has {len(document.input_ids)} ids, and num_tokens says {num_tokens}"
+    if not document.loss_mask.any():
+        yield "no token of it is supervised"
+    for name, width in (("aux_hidden", widths and widths.aux), ("last_hidden", widths and widths.last)):
+        states = getattr(document, name)
+        if width is not None and states.shape[1] != width:
+            yield f"{name} has {states.shape[1]} values a token, the manifest says {width}"
+        if not states.isfinite().all():
+            yield f"{name} holds NaN or infinity"
+
+
+def difference_problems(document: StoredDocument, turns: Turns | None) -> Iterator[str]:
+    """How a recorded document differs from the answered turns it was recorded for; None: there are none."""
+    if turns is None:
+        yield "no answered turn of the same part begins it"
+        return
+    if document.input_ids.tolist() != turns.input_ids:
+        yield "its ids are not those of the responses"
+    elif document.loss_mask.int().tolist() != turns.loss_mask:
+        yield "its loss mask does not mark the answers of the responses"
+    if document.family != turns.family:
+        yield f"its family is {document.family}, the responses say {turns.family}"
