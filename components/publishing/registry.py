@@ -7,7 +7,7 @@ lease, and only from the version that the head was measured against.
 import logging
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +82,21 @@ def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | No
 
 def champion(client: MlflowClient, name: str) -> ModelVersion | None:
     return find_alias(client, name, CHAMPION)
+
+
+def aliased_versions(client: MlflowClient) -> Iterator[tuple[str, ModelVersion]]:
+    """(alias, version) of every version of ours, of any registered model, that holds champion, challenger or previous."""
+    models, token = [], None
+    while True:
+        page = client.search_registered_models(page_token=token)
+        models += page
+        if not (token := page.token):
+            break
+    for name in sorted(model.name for model in models):
+        for alias in (CHAMPION, CHALLENGER, PREVIOUS):
+            version = find_alias(client, name, alias)
+            if version is not None and HEAD_DIGEST_TAG in version.tags:
+                yield alias, version
 
 
 def find_version(client: MlflowClient, name: str, version: int | str) -> ModelVersion | None:

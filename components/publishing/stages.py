@@ -12,6 +12,7 @@ from mlflow.tracking import MlflowClient
 from components.config import ConfigError, Settings
 from components.evaluation.gate import Reason, Verdict
 from components.evaluation.summary import evaluation_verdict
+from components.forecast import Forecast
 from components.publishing.bundle import HEAD_FILES, digest_of_sums
 from components.publishing.evidence import Evidence, verdict_json
 from components.publishing.incumbent import Candidate, describe, find_champion, find_incumbent, store_head
@@ -108,6 +109,7 @@ def publish_stage(settings: Settings) -> Stage:
         plan=lambda artifacts: (
             f"a version of {settings.publish.name} at {public_address(settings.mlflow.tracking_uri)}"
         ),
+        forecast=lambda known, expected: Forecast(bytes=_head_bytes(known)),
     )
 
 
@@ -134,6 +136,11 @@ def _publish(settings: Settings, inputs: Mapping[str, Artifact], output: Output,
         | {"head_digest": evidence.head_digest, "experiment_id": tracker.experiment_id}
         | asdict(publication)
     )
+
+
+def _head_bytes(known: Mapping[str, Artifact]) -> int | None:
+    """What the bundle takes, once there is a head."""
+    return known["head"].manifest["bytes"] if "head" in known else None
 
 
 def _with_traffic(verdict: Verdict, ab: Artifact, max_errors: int) -> Verdict:

@@ -13,6 +13,7 @@ from components.config import Settings
 from components.data.prompts import Prompt
 from components.evaluation.acceptance import RequestRecord, total
 from components.evaluation.arms import Arm, head_arm
+from components.forecast import Forecast
 from components.publishing.bundle import head_digest
 from components.serving.apps import ServedArm, Service
 from components.serving.deploy import deploy, teardown
@@ -29,6 +30,7 @@ RECORDS = "requests.jsonl"
 SUMMARY = "ab.json"
 SESSIONS = "_sessions"
 """Records of the sessions that ended, while the stage runs."""
+DEPLOYMENT_S = 120.0
 NOT_IDENTITY = {"host", "port", "keep_serving"}
 DIGEST_SHOWN = 12
 """Characters of a head's digest in headers and tables."""
@@ -65,13 +67,14 @@ def ab_stage(settings: Settings) -> Stage:
         inputs=("target", "prompts", "head", "incumbent", "evaluation"),
         extra=lambda: platform_identity(settings),
         plan=lambda artifacts: _plan(settings, artifacts),
+        forecast=lambda known, expected: Forecast(rows=settings.ab.requests, start_s=DEPLOYMENT_S),
     )
 
 
 def ab_service(settings: Settings, inputs: Mapping[str, Artifact]) -> Service:
     """The control first, then the challenger: the order decides their cores, so a new challenger leaves the control."""
     weight = settings.ab.challenger_weight
-    head = inputs["head"].join("head").path
+    head = inputs["head"].local("head")
     challenger = head_arm(CHALLENGER, head, settings.evaluate.num_speculative_tokens)
     arms = [_control(inputs["incumbent"], 1 - weight), ServedArm(challenger, weight, head_digest(head)[:DIGEST_SHOWN])]
     return Service(settings, target_path(inputs["target"]), arms)
@@ -80,7 +83,7 @@ def ab_service(settings: Settings, inputs: Mapping[str, Artifact]) -> Service:
 def champion_arm(champion: Artifact, weight: float) -> ServedArm:
     """The registered champion as an arm; its responses name version and digest."""
     facts = champion.facts
-    arm = head_arm(CHAMPION, champion.join("head").path, facts["num_speculative_tokens"])
+    arm = head_arm(CHAMPION, champion.local("head"), facts["num_speculative_tokens"])
     return ServedArm(arm, weight, f"v{facts['version']}-{facts['head_digest'][:DIGEST_SHOWN]}")
 
 

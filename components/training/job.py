@@ -59,8 +59,8 @@ def run_training(
     resources: StageResources,
     folder: str,
     report: Callable[[Mapping[str, float], int], None],
-) -> Path:
-    """Train to the end, going on from the last checkpoint in `folder`; the last checkpoint's folder comes back.
+) -> Checkpoint:
+    """Train to the end, going on from the last checkpoint in `folder` (a path or s3://...); the last checkpoint comes back.
 
     Raises:
         TrainingFailed: a worker failed for good; the message has its error.
@@ -91,7 +91,7 @@ def run_training(
         raise TrainingFailed(f"training failed: {error}") from error
     if result.checkpoint is None:
         raise TrainingFailed("training ended without a checkpoint")
-    return Path(result.checkpoint.path)
+    return result.checkpoint
 
 
 def train_worker(job: dict[str, Any]) -> None:

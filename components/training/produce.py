@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.train import Checkpoint
 from transformers import AutoConfig, AutoTokenizer
 
 from components.config import Settings
@@ -26,12 +27,12 @@ def train_head(settings: Settings, inputs: Mapping[str, Artifact], output: Outpu
     """Train to the end, going on from the last checkpoint, and export the head in vLLM's layout."""
     spec = head_spec(settings, inputs)
     checkpoint = run_training(spec, settings.train, settings.resources.train, output.join("_train").uri, output.report)
-    folder = output.join("head").path
     export = export_head.options(num_cpus=1).remote(
-        spec, settings.train.seed, checkpoint, folder, settings.target.dtype
+        spec, settings.train.seed, checkpoint, output.join("head"), settings.target.dtype
     )
     num_parameters = ray.get(export)
-    progress = read_progress(checkpoint)
+    with checkpoint.as_directory() as folder:
+        progress = read_progress(Path(folder))
     lines = "".join(json.dumps(row) + "\n" for row in progress.history)
     output.join("curves.jsonl").write_bytes(lines.encode())
     return Outcome(_facts(spec, settings, progress) | {"num_parameters": num_parameters})
@@ -62,13 +63,15 @@ def head_spec(settings: Settings, inputs: Mapping[str, Artifact]) -> HeadSpec:
 
 
 @ray.remote
-def export_head(spec: HeadSpec, seed: int, checkpoint: Path, folder: Path, dtype: str) -> int:
-    """Write a checkpoint's head into `folder` in vLLM's layout and the serving dtype; the number of its parameters."""
+def export_head(spec: HeadSpec, seed: int, checkpoint: Checkpoint, place: Location, dtype: str) -> int:
+    """Write a checkpoint's head to `place` in vLLM's layout and the serving dtype; the number of its parameters."""
     reader = DocumentReader(Location(spec.features_uri))
     head, _ = build_head(spec, [reader(split_entries(reader.location, "train")[0])], seed)
-    load_weights(checkpoint, head)
-    shutil.rmtree(folder, ignore_errors=True)  # a run that was killed after its export left one
-    save_head(head.eval(), folder, getattr(torch, dtype))
+    with checkpoint.as_directory() as source:
+        load_weights(Path(source), head)
+    with place.staged() as folder:
+        shutil.rmtree(folder, ignore_errors=True)  # a run that was killed after its export left one
+        save_head(head.eval(), folder, getattr(torch, dtype))
     return sum(p.numel() for p in head.parameters())
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 from transformers import AutoConfig
 
 from components.config import TrainConfig
@@ -62,7 +62,7 @@ def split_entries(location: Location, split: str) -> list[Entry]:
 
 def draft_vocabulary(uri: str) -> torch.Tensor:
     """[U] target ids that the head may draft, in draft id order."""
-    return load_file(uri)["draft_token_ids"]
+    return load(Location(uri).read_bytes())["draft_token_ids"]
 
 
 def build_head(spec: HeadSpec, documents: Sequence[Document], seed: int) -> tuple[DraftHead, Teacher]:

@@ -3,10 +3,20 @@
 from collections.abc import Mapping
 
 from components.config import Settings
+from components.forecast import Forecast, head_parameters
 from components.stage import Artifact, Outcome, Output, Stage
+from components.target.aux_layers import choose_aux_layers
+from components.target.stages import target_facts
 
 NOT_IDENTITY = {"rows_per_part", "activation_checkpointing", "shard", "checkpoint_every_steps"}
 """Settings of `train` that change how the work is cut, never the head."""
+
+
+NUM_CHECKPOINTS = 3
+TRAINING_SHARE = (
+    0.07  # of a matrix product's speed; on two cores most time goes to attention, the loss and the optimiser
+)
+START_S = 40.0
 
 
 def head_stage(settings: Settings) -> Stage:
@@ -27,6 +37,8 @@ def head_stage(settings: Settings) -> Stage:
         },
         inputs=("target", "features", "vocabulary"),
         plan=lambda artifacts: _plan(settings, artifacts),
+        forecast=lambda known, expected: _forecast(settings, known, expected),
+        tokens_done=lambda manifest: manifest["facts"]["tokens_per_s"] * manifest["facts"]["train_seconds"],
     )
 
 
@@ -37,3 +49,25 @@ def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
         return shape
     tokens = artifacts["features"].facts["supervised_tokens"] * train.epochs
     return f"{shape}, {tokens:,} answer tokens in all"
+
+
+def _forecast(settings: Settings, known: Mapping[str, Artifact], expected: Mapping[str, Forecast]) -> Forecast:
+    """Tokens are those of answers, over all epochs; bytes are the head, two checkpoints and one in the making."""
+    train, draft, resources = settings.train, settings.draft, settings.resources.train
+    target = target_facts(settings, known)
+    if "features" in known:
+        tokens = known["features"].facts["supervised_tokens"] * train.epochs
+    else:
+        tokens = (expected["responses"].tokens or 0) * train.epochs if "responses" in expected else 0
+    num_aux_layers = len(choose_aux_layers(draft.aux_layers, target["num_layers"]))
+    trained = head_parameters(target, draft.num_layers, draft.vocab_size, num_aux_layers)
+    embeddings = target["vocab_size"] * target["hidden_size"]
+    rows_per_token = sum(max(train.chain_rate**depth, train.chain_floor) for depth in range(train.num_depths))
+    return Forecast(
+        tokens=tokens,
+        bytes=2 * (trained + embeddings) + NUM_CHECKPOINTS * (12 * trained + 4 * embeddings),
+        operations=6.0 * trained * rows_per_token * tokens,
+        share=TRAINING_SHARE,
+        num_gpus=resources.num_gpus * resources.replicas,
+        start_s=START_S,
+    )

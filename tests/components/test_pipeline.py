@@ -1,5 +1,6 @@
 """A list of stages: the second run is a no-op, a changed setting reruns what depends on it, wrong selections say so."""
 
+import re
 import runpy
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.conftest import project_environment
 NOWHERE = "http://127.0.0.1:9"
 
 PIPELINE_FILE = """
+from components.forecast import Forecast
 from components.stage import Outcome, Stage
 from pipelines.cli import guarded, pipeline_app
 
@@ -26,7 +28,8 @@ def run(inputs, output):
     return Outcome()
 
 guarded(pipeline_app("A pipeline.", lambda settings: [
-    Stage("one", run, {}, plan=lambda inputs: "one file"), Stage("two", run, {}, inputs=("one",)),
+    Stage("one", run, {}, plan=lambda inputs: "one file"),
+    Stage("two", run, {}, inputs=("one",), forecast=lambda known, expected: Forecast(bytes=1000)),
 ]))
 """
 
@@ -98,7 +101,7 @@ def test_until_stops_and_from_demands_what_is_before(tmp_path: Path) -> None:
 def test_the_plan_names_what_would_run_and_writes_nothing(tmp_path: Path) -> None:
     run(tmp_path, selection=Selection(last="words"))
     before = sorted(tmp_path.rglob("*"))
-    assert [row[:2] for row in make(tmp_path).plan(Selection())] == [
+    assert [(stage.name, stage.state) for stage in make(tmp_path).plan(Selection()).stages] == [
         ("answers", "done"),
         ("words", "done"),
         ("head", "run"),
@@ -149,10 +152,26 @@ def test_the_command_itself_exits_with_2_and_without_a_traceback(tmp_path: Path)
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("arguments", [["--plan"], []])
+def test_what_the_disk_cannot_hold_is_refused_before_anything_runs(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(pipeline_file(tmp_path))
+    file.write_text(file.read_text().replace("bytes=1000", "bytes=1 << 60"))
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", *options(tmp_path), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(file))
+    assert ended.value.code == 2
+    assert re.search(r"error: storage.uri: .*B free, the run writes about 1152921\.5 TB", capsys.readouterr().err)
+    assert not (tmp_path / "storage").exists()
+
+
 def test_plan_on_the_command_line(tmp_path: Path) -> None:
     result = command_line(tmp_path, "--plan")
     assert result.returncode == 0, result.stderr
-    assert "one file" in result.stdout
+    assert "one: one file" in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines() if line.startswith("│")) <= 80
+    assert "disk: about 1.0 kB to write" in result.stdout
     assert not (tmp_path / "storage").exists()
 
 

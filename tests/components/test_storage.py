@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from components.config import ConfigError
 from components.storage import Location
 from tests.conftest import project_environment
 
@@ -80,11 +81,56 @@ def test_a_killed_writer_leaves_the_old_or_the_new_file(root: Location) -> None:
         place.write_bytes(b"first")
 
 
-def test_fetch_copies_an_s3_folder_and_leaves_a_local_one(root: Location, tmp_path: Path) -> None:
+def test_fetch_checks_its_copy_of_an_s3_folder_and_leaves_a_local_one(root: Location, tmp_path: Path) -> None:
     root.join("a", "b").write_bytes(b"1")
-    fetched = root.fetch(tmp_path / "cache")
+    root.join("other").write_bytes(b"2")
+    copy = tmp_path / "cache"
+    sums = {"a/b": root.join("a", "b").sha256()}
+    fetched = root.fetch(copy, sums)
+    assert fetched == (root.path if root.is_local else copy)
     assert (fetched / "a" / "b").read_bytes() == b"1"
-    assert (fetched == root.path) if root.is_local else fetched.is_relative_to(tmp_path / "cache")
+    if root.is_local:
+        return
+    assert not (copy / "other").exists()
+    stamp = (copy / "a" / "b").stat().st_mtime_ns
+    root.fetch(copy, sums)
+    assert (copy / "a" / "b").stat().st_mtime_ns == stamp
+    with pytest.raises(ValueError, match="sha256 differs"):
+        root.fetch(copy, {"other": sums["a/b"]})
+    assert not (copy / "other").exists()
+
+
+def test_a_staged_folder_is_there_when_the_block_ends(root: Location) -> None:
+    with root.join("model").staged() as folder:
+        (folder / "deep").mkdir(parents=True)
+        (folder / "deep" / "file").write_bytes(b"abc")
+    assert root.files() == ["model/deep/file"]
+    assert root.join("model", "deep", "file").read_bytes() == b"abc"
+
+
+def test_a_writer_that_fails_leaves_nothing(root: Location) -> None:
+    def write() -> None:
+        with root.join("file").writer() as stream:
+            stream.write(b"x" * 1000)
+            raise RuntimeError("midway")
+
+    with pytest.raises(RuntimeError):
+        write()
+    assert root.sizes_bytes() == {}
+
+
+def test_sizes_and_folders_are_listed(root: Location) -> None:
+    root.join("one", "two", "file").write_bytes(b"abc")
+    root.join("three", "file").write_bytes(b"ab")
+    assert root.folders() == ["one", "three"]
+    assert root.sizes_bytes() == {"one/two/file": 3, "three/file": 2}
+    assert root.join("nothing").folders() == []
+
+
+def test_a_bucket_that_is_not_there_is_a_setting_to_mend(s3_bucket: str) -> None:
+    Location(f"{s3_bucket}/prefix").check()
+    with pytest.raises(ConfigError, match=r"storage\.uri: .*s3://no-such-bucket-of-ours/prefix.*NoSuchBucket"):
+        Location("s3://no-such-bucket-of-ours/prefix").check()
 
 
 def test_an_s3_location_has_no_path() -> None:

@@ -1,0 +1,123 @@
+"""What a stage is expected to take before it runs: rows, tokens, bytes and time, and where the time is taken from.
+
+Time comes from the newest finished output of the same stage on the same target (`last run`), scaled by tokens; else from a short
+sample of this machine's matrix products (`sample`); else from a documented speed (`guess`).
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from components.storage import Location
+
+SAMPLE_S = 0.5
+SAMPLE_SIZE = 1024
+GPU_OPERATIONS_PER_S = 4e14
+"""About half of an H100's dense bf16 peak; what a GPU is taken for when no run of its own says better."""
+
+LAST_RUN, SAMPLE, GUESS = "last run", "sample", "guess"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """None: not known."""
+
+    rows: int | None = None
+    tokens: int | None = None
+    """The tokens that its time grows with."""
+    bytes: int | None = None
+    """Most that lies on the disk at once."""
+    operations: float | None = None
+    """Floating-point operations of its matrix products."""
+    share: float = 0.3
+    """Of a plain matrix product's speed that it reaches; from finished runs on two cores of a CPU."""
+    num_gpus: float = 0.0
+    """Over all of its workers; 0: it runs on CPUs."""
+    start_s: float = 0.0
+    """Until its engines and workers are up."""
+
+
+@dataclass(frozen=True)
+class Duration:
+    seconds: float
+    basis: str
+    """`last run`, `sample` or `guess`."""
+
+
+@dataclass
+class Stopwatch:
+    """Turns forecasts into durations; measures this machine once, when that is first needed."""
+
+    dtype: str
+    sample_s: float = SAMPLE_S
+    _measure: Callable[[str, float], float] = field(default_factory=lambda: matrix_operations_per_s)
+
+    def duration(self, forecast: Forecast, done: tuple[float, float | None] | None) -> Duration | None:
+        """How long a stage takes.
+
+        Args:
+            forecast: What it has to do.
+            done: (seconds, tokens) of a finished one; None: there is none.
+        """
+        if done is not None:
+            seconds, tokens = done
+            scale = forecast.tokens / tokens if forecast.tokens is not None and tokens else 1.0
+            return Duration(seconds * scale, LAST_RUN)
+        if not forecast.operations:
+            return Duration(forecast.start_s, GUESS) if forecast.start_s else None
+        if forecast.num_gpus:
+            speed = GPU_OPERATIONS_PER_S * forecast.num_gpus
+            return Duration(forecast.start_s + forecast.operations / (speed * forecast.share), GUESS)
+        return Duration(forecast.start_s + forecast.operations / (self._cpu_speed * forecast.share), SAMPLE)
+
+    @cached_property
+    def _cpu_speed(self) -> float:
+        return self._measure(self.dtype, self.sample_s)
+
+
+def matrix_operations_per_s(dtype: str, seconds: float) -> float:
+    """Floating-point operations per second of a plain matrix product on this machine's CPU, with torch's threads."""
+    import torch  # seconds to import
+
+    left, right = (torch.randn(SAMPLE_SIZE, SAMPLE_SIZE).to(getattr(torch, dtype)) for _ in range(2))
+    left @ right  # the first one prepares
+    started_s, products = time.monotonic(), 0
+    while time.monotonic() - started_s < seconds:
+        left @ right
+        products += 1
+    return products * 2 * SAMPLE_SIZE**3 / (time.monotonic() - started_s)
+
+
+def free_bytes(storage: Location) -> int | None:
+    """What the disk of a local storage has free; None on S3, where nobody says."""
+    if not storage.is_local:
+        return None
+    folder = next(p for p in [Path(storage.uri), *Path(storage.uri).parents] if p.exists())
+    return shutil.disk_usage(folder).free
+
+
+def target_parameters(target: Mapping[str, Any]) -> int:
+    """Parameters of a dense target, from the facts of the target stage."""
+    hidden, vocabulary = target["hidden_size"], target["vocab_size"]
+    embeddings = vocabulary * hidden * (1 if target["tie_word_embeddings"] else 2)
+    return embeddings + target["num_layers"] * _layer_parameters(target, hidden)
+
+
+def head_parameters(target: Mapping[str, Any], num_layers: int, vocab_size: int, num_aux_layers: int) -> int:
+    """Parameters of a head on this target, without its embeddings (V * H)."""
+    hidden = target["hidden_size"]
+    first = _layer_parameters(target, 2 * hidden)
+    later = (num_layers - 1) * _layer_parameters(target, hidden)
+    return first + later + num_aux_layers * hidden * hidden + min(vocab_size, target["vocab_size"]) * hidden
+
+
+def _layer_parameters(target: Mapping[str, Any], num_inputs: int) -> int:
+    """Of one decoder layer whose attention reads `num_inputs` values a row."""
+    heads = (target["num_heads"] + 2 * target["num_kv_heads"]) * target["head_dim"]
+    hidden = target["hidden_size"]
+    output = target["num_heads"] * target["head_dim"] * hidden
+    return num_inputs * heads + output + 3 * hidden * target["intermediate_size"]
