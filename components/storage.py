@@ -12,26 +12,18 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import boto3
 import pyarrow as pa
 import pyarrow.fs as pafs
-from boto3.exceptions import S3UploadFailedError
-from botocore.exceptions import BotoCoreError, ClientError
 
+from components import s3
 from components.config import ConfigError
 
 TEMPORARY_MARK = ".tmp-"
 IN_MEMORY_BYTES = 1 << 26  # of a file on its way to S3; what is longer waits in a temporary file
-BLOCK_BYTES = 1 << 22
-S3_ERRORS: dict[str, type[OSError]] = {
-    "NoSuchKey": FileNotFoundError,
-    "PreconditionFailed": FileExistsError,
-    "ConditionalRequestConflict": FileExistsError,
-}
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 NO_SPACE_TEXTS = tuple(os.strerror(code) for code in NO_SPACE)
 
@@ -80,10 +72,7 @@ class Location:
     def write_bytes(self, data: bytes) -> None:
         """Make the file hold `data`, all of it or nothing."""
         if not self.is_local:
-            bucket, key = self._object
-            with _as_os_errors(self.uri):
-                s3_client().put_object(Bucket=bucket, Key=key, Body=data)
-            return
+            return s3.put(self.uri, data)
         with self.writer() as stream:
             stream.write(data)
 
@@ -93,7 +82,7 @@ class Location:
         if not self.is_local:
             with tempfile.SpooledTemporaryFile(max_size=IN_MEMORY_BYTES) as stream:
                 yield stream
-                self._upload(stream)
+                s3.upload(self.uri, stream)
             return
         temporary = self._temporary()
         try:
@@ -119,12 +108,12 @@ class Location:
             yield folder
             for path in sorted(path for path in folder.rglob("*") if path.is_file()):
                 with path.open("rb") as stream:
-                    self.join(path.relative_to(folder).as_posix())._upload(stream)
+                    s3.upload(self.join(path.relative_to(folder).as_posix()).uri, stream)
 
     def create(self, data: bytes) -> bool:
         """Write the file only if it does not exist; False when somebody else was first."""
         if not self.is_local:
-            return self._create_on_s3(data)
+            return s3.create(self.uri, data)
         temporary = self._temporary()
         try:
             _write_synced(temporary, data)
@@ -137,6 +126,8 @@ class Location:
 
     def delete(self) -> None:
         """Remove a file, or a folder with all that is in it; nothing there is no error."""
+        if not self.is_local:
+            return s3.delete(self.uri)
         fs, path = self._filesystem()
         kind = fs.get_file_info(path).type
         if kind == pafs.FileType.Directory:
@@ -189,10 +180,8 @@ class Location:
         """Raises ConfigError when an S3 bucket cannot be read; a local folder is made when it is first written to."""
         if self.is_local:
             return
-        bucket, prefix = self._object
         try:
-            with _as_os_errors(self.uri):
-                s3_client().list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1)
+            s3.check(self.uri)
         except OSError as error:
             raise ConfigError(
                 "storage.uri",
@@ -209,13 +198,10 @@ class Location:
     def _blocks(self) -> Iterator[bytes]:
         if self.is_local:
             with self.path.open("rb") as stream:
-                while block := stream.read(BLOCK_BYTES):
+                while block := stream.read(s3.BLOCK_BYTES):
                     yield block
             return
-        # One request for all of it: several could meet different contents of an object that is being replaced.
-        bucket, key = self._object
-        with _as_os_errors(self.uri):
-            yield from s3_client().get_object(Bucket=bucket, Key=key)["Body"].iter_chunks(BLOCK_BYTES)
+        yield from s3.read_blocks(self.uri)
 
     def _filesystem(self) -> tuple[pafs.FileSystem, str]:
         if self.is_local:
@@ -226,18 +212,6 @@ class Location:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return self.path.with_name(f"{self.path.name}{TEMPORARY_MARK}{uuid.uuid4().hex}")
 
-    @property
-    def _object(self) -> tuple[str, str]:
-        bucket, _, key = self.uri.removeprefix("s3://").partition("/")
-        return bucket, key
-
-    def _upload(self, stream: Any) -> None:
-        # not through pyarrow: closing its stream after an error would make half an object appear
-        stream.seek(0)
-        bucket, key = self._object
-        with _as_os_errors(self.uri):
-            s3_client().upload_fileobj(stream, bucket, key)
-
     def _download(self, place: "Location", sha256: str) -> None:
         digest = hashlib.sha256()
         with place.writer() as stream:
@@ -246,32 +220,6 @@ class Location:
                 stream.write(block)
             if digest.hexdigest() != sha256:
                 raise ValueError(f"{self.uri} is not what was written: its sha256 differs from its manifest's")
-
-    def _create_on_s3(self, data: bytes) -> bool:
-        # pyarrow has no conditional put
-        bucket, key = self._object
-        try:
-            with _as_os_errors(self.uri):
-                s3_client().put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
-        except FileExistsError:
-            return False
-        return True
-
-
-@lru_cache(maxsize=1)
-def s3_client() -> Any:
-    """boto3's client, once a process: making one takes a tenth of a second."""
-    return boto3.client("s3")
-
-
-@contextmanager
-def _as_os_errors(uri: str) -> Iterator[None]:
-    """S3's refusals and broken connections as OSError, which a folder and pyarrow raise, too."""
-    try:
-        yield
-    except (BotoCoreError, ClientError, S3UploadFailedError) as error:
-        code = error.response["Error"]["Code"] if isinstance(error, ClientError) else ""
-        raise S3_ERRORS.get(code, OSError)(f"{uri}: {error}") from error
 
 
 def is_full(error: BaseException) -> bool:

@@ -7,10 +7,11 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import psutil
@@ -32,8 +33,13 @@ class RayHead:
 
 
 @contextmanager
-def run_ray_head(folder: Path, port: int, dashboard_port: int) -> Iterator[RayHead]:
-    """A head that runs in the project's root until the block ends; nothing of it is left behind."""
+def run_ray_head(
+    folder: Path, port: int, dashboard_port: int, extra: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[RayHead]:
+    """A head that runs in the project's root until the block ends; nothing of it is left behind.
+
+    `extra` is added to the environment of all of its workers.
+    """
     mark = uuid.uuid4().hex
     # Ray notes the last head of a machine in its temporary folder, and jobs join that one: tests keep to their own
     temporary = tempfile.mkdtemp(prefix="ray-")
@@ -43,6 +49,7 @@ def run_ray_head(folder: Path, port: int, dashboard_port: int) -> Iterator[RayHe
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TMPDIR": temporary,
         "AERIE_ROOT": str(ROOT),
+        **extra,
     }
     token = subprocess.run(
         [str(BIN / "ray"), "get-auth-token", "--generate"], env=environment, capture_output=True, text=True, check=True

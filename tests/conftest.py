@@ -43,10 +43,11 @@ def bundled_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
-    """A Ray head with a dashboard (jobs, Serve) and 8 logical CPUs; this process is connected to it."""
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory, s3_server: str) -> Iterator[RayHead]:
+    """A Ray head with a dashboard (jobs, Serve) and 8 logical CPUs, whose workers know S3; this process is connected to it."""
+    folder = tmp_path_factory.mktemp("ray")
     with (
-        run_ray_head(tmp_path_factory.mktemp("ray"), free_port(), free_port()) as head,
+        run_ray_head(folder, free_port(), free_port(), s3_environment(s3_server)) as head,
         pytest.MonkeyPatch.context() as p,
     ):
         for name, value in head.environment.items():
@@ -76,16 +77,21 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def s3_bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`s3://...` of an empty bucket; the process's environment points every S3 client at the server."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": s3_server,
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
+    for name, value in s3_environment(s3_server).items():
         monkeypatch.setenv(name, value)
     name = f"bucket-{time.time_ns()}"
     boto3.client("s3").create_bucket(Bucket=name)
     return f"s3://{name}"
+
+
+def s3_environment(address: str) -> dict[str, str]:
+    """What points every S3 client of a process at a server."""
+    return {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
 
 
 @contextmanager

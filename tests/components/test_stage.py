@@ -231,6 +231,38 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(folder: Location) -> No
     assert folder.join("s", before).files() == []
 
 
+def test_a_folder_of_an_output_on_s3_is_used_from_a_checked_copy(
+    storage: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("components.stage.CACHE", tmp_path / "cache")
+
+    def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        with output.join("head").staged() as folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "model").write_bytes(b"weights")
+        output.join("curves").write_bytes(b"1")
+        return Outcome()
+
+    artifact, _ = run_stage(Stage("s", run, {}), {}, storage, TTL_S)
+    folder = artifact.local("head")
+    assert folder.is_relative_to(tmp_path / "cache") != storage.is_local
+    assert [(path.name, path.read_bytes()) for path in folder.iterdir()] == [("model", b"weights")]
+    artifact.join("head", "model").write_bytes(b"damaged")
+    assert artifact.local("head") == folder
+    if not storage.is_local:
+        (folder / "model").unlink()
+        with pytest.raises(ValueError, match="sha256 differs"):
+            artifact.local("head")
+
+
+def test_what_a_killed_writer_left_is_swept_away(folder: Location) -> None:
+    stage = writer("one")
+    left = folder.join("one", stage.fingerprint({}), "part-0.tmp-123")
+    left.write_bytes(b"half")
+    artifact, _ = run_stage(stage, {}, folder, TTL_S)
+    assert set(artifact.location.sizes_bytes()) == {"_manifest.json", "file"}
+
+
 def test_rows_must_add_up() -> None:
     with pytest.raises(ValueError, match="10 in, 9 accounted for"):
         RowAccount(rows_in=10, kept=6, truncated=1, dropped={"empty": 1}, failed={"template": 1})
