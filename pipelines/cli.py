@@ -14,6 +14,7 @@ import typer
 from components.config import ConfigError, Settings, load_settings
 from components.lease import LeaseHeld, LeaseLost
 from components.pipeline import Pipeline, Selection
+from components.plan_table import print_plan
 from components.publishing.bundle import BundleError
 from components.publishing.registry import ChampionChanged, NothingToRollBack
 from components.serving.waiting import DeploymentFailed
@@ -21,7 +22,6 @@ from components.stage import InputChanged, Stage, TooManyRowsLost
 from components.storage import Location
 from components.target.vllm_versions import warn_if_untested
 from components.tracking import Tracker
-from pipelines.plan_table import print_plan
 
 log = logging.getLogger("aerie")
 

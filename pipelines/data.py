@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from components.config import ConfigError, Settings, load_settings
+from components.config import ConfigError, Settings
 from components.data.verify import Verification
 from components.pipeline import Selection
 from components.planning import in_units
@@ -24,6 +24,7 @@ from pipelines.cli import (
     Plan,
     guarded,
     make_pipeline,
+    read_settings,
     run_pipeline,
 )
 from pipelines.full import define_stages
@@ -71,7 +72,7 @@ def main(
     if (yes or keep) and not gc:
         raise ConfigError("--yes" if yes else "--keep", "it goes with --gc only", "add --gc")
     if gc:
-        return collect_garbage(load_settings(config, cluster, overrides), keep, yes)
+        return collect_garbage(read_settings(config, cluster, overrides), keep, yes)
     if verify is not None:
         raise typer.Exit(verify_outputs(named_location(verify)))
     run_pipeline(define_stages, config, cluster, overrides, plan, Selection(first, until, tuple(forced)))
