@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from components.config import Settings
 from components.data.prompt_list import PROMPTS
-from components.data.prompts import read_prompts
+from components.data.prompts import Prompt, read_prompts
 from components.forecast import Forecast, target_parameters
 from components.stage import Artifact
 from components.target.aux_layers import bytes_per_token, choose_aux_layers
@@ -23,12 +23,12 @@ Expected = Mapping[str, Forecast]
 
 
 def forecast_prompts(settings: Settings, known: Known, expected: Expected) -> Forecast:
-    """Rows are the turns to answer; reads the files, and drops only what is no conversation at all."""
-    prompts, _ = read_prompts(settings.data.prompts, settings.data.max_prompts, settings.data.seed)
-    characters = sum(len(str(prompt.messages)) + len(str(prompt.tools or "")) for prompt in prompts)
-    num_bytes = characters + BYTES_PER_LINE * len(prompts)
+    """Rows are the turns to answer; reads the sources, and leaves out what is no conversation and what is over the cap of all."""
+    prompts, _ = read_prompts(settings.data.prompts)
+    share = min(1.0, (settings.data.max_prompts or len(prompts)) / len(prompts))
     turns = sum(len(prompt.turns()) for prompt in prompts)
-    return Forecast(rows=turns, tokens=num_bytes // BYTES_PER_PROMPT_TOKEN, bytes=num_bytes)
+    num_bytes = round(share * sum(map(_line_bytes, prompts)))
+    return Forecast(rows=round(share * turns), tokens=num_bytes // BYTES_PER_PROMPT_TOKEN, bytes=num_bytes)
 
 
 def forecast_responses(settings: Settings, known: Known, expected: Expected) -> Forecast:
@@ -67,6 +67,11 @@ def forecast_features(settings: Settings, known: Known, expected: Expected) -> F
 
 def forecast_vocabulary(settings: Settings, known: Known, expected: Expected) -> Forecast:
     return Forecast(bytes=8 * settings.draft.vocab_size)
+
+
+def _line_bytes(prompt: Prompt) -> int:
+    conversation = len(str(prompt.messages)) + len(str(prompt.tools or ""))
+    return BYTES_PER_LINE + conversation + BYTES_PER_PROMPT_TOKEN * len(prompt.ids or ())
 
 
 def _prompts(known: Known, expected: Expected) -> tuple[int, int]:
