@@ -55,8 +55,8 @@ class StoredOutput:
     @property
     def inputs(self) -> list[Place]:
         """What it was, or is being, made of."""
-        made_of = self.manifest["inputs"] if self.manifest else self.holder["note"]["inputs"] if self.holder else {}
-        return [(stage, read["fingerprint"]) for stage, read in made_of.items()]
+        record = self.manifest or (self.holder or {}).get("note", {})
+        return [(stage, read["fingerprint"]) for stage, read in record.get("inputs", {}).items()]
 
     @property
     def age_s(self) -> float | None:

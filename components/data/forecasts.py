@@ -1,11 +1,10 @@
 """What the data stages are expected to take; every figure that is not known yet is an upper bound or says so in its name."""
 
-import math
 from collections.abc import Mapping
 
 from components.config import Settings
 from components.data.prompt_list import PROMPTS
-from components.data.prompts import read_prompts
+from components.data.prompts import Prompt, read_prompts
 from components.forecast import Forecast, target_parameters
 from components.stage import Artifact
 from components.target.aux_layers import bytes_per_token, choose_aux_layers
@@ -24,13 +23,12 @@ Expected = Mapping[str, Forecast]
 
 
 def forecast_prompts(settings: Settings, known: Known, expected: Expected) -> Forecast:
-    """Rows are the turns to answer; reads the files, drops only what is no conversation at all, and cuts by the cap's share."""
+    """Rows are the turns to answer; reads the sources, and leaves out what is no conversation and what is over the cap of all."""
     prompts, _ = read_prompts(settings.data.prompts)
-    kept = min(len(prompts), settings.data.max_prompts or len(prompts)) / len(prompts)
-    characters = sum(len(str([prompt.messages, prompt.tools, prompt.ids])) for prompt in prompts)
-    num_bytes = int(kept * (characters + BYTES_PER_LINE * len(prompts)))
-    turns = math.ceil(kept * sum(len(prompt.turns()) for prompt in prompts))
-    return Forecast(rows=turns, tokens=num_bytes // BYTES_PER_PROMPT_TOKEN, bytes=num_bytes)
+    share = min(1.0, (settings.data.max_prompts or len(prompts)) / len(prompts))
+    turns = sum(len(prompt.turns()) for prompt in prompts)
+    num_bytes = round(share * sum(map(_line_bytes, prompts)))
+    return Forecast(rows=round(share * turns), tokens=num_bytes // BYTES_PER_PROMPT_TOKEN, bytes=num_bytes)
 
 
 def forecast_responses(settings: Settings, known: Known, expected: Expected) -> Forecast:
@@ -69,6 +67,11 @@ def forecast_features(settings: Settings, known: Known, expected: Expected) -> F
 
 def forecast_vocabulary(settings: Settings, known: Known, expected: Expected) -> Forecast:
     return Forecast(bytes=8 * settings.draft.vocab_size)
+
+
+def _line_bytes(prompt: Prompt) -> int:
+    conversation = len(str(prompt.messages)) + len(str(prompt.tools or ""))
+    return BYTES_PER_LINE + conversation + BYTES_PER_PROMPT_TOKEN * len(prompt.ids or ())
 
 
 def _prompts(known: Known, expected: Expected) -> tuple[int, int]:
