@@ -8,34 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 
+from components.arm_config import ArmConfig
+from components.section import ConfigError, Count, Section, Share
 
-class ConfigError(Exception):
-    """A setting that cannot be used: the dotted path, what is wrong with it and how to mend it."""
-
-    def __init__(self, path: str, problem: str, fix: str) -> None:
-        super().__init__(path, problem, fix)
-        self.path, self.problem, self.fix = path, problem, fix
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.problem}. Fix: {self.fix}"
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Count = Annotated[int, Field(ge=1)]
+Weight = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 class TargetConfig(Section):
@@ -200,23 +178,6 @@ class TrainConfig(Section):
     """Of the head's start, the order of documents and the chains."""
 
 
-class ArmConfig(Section):
-    method: Literal["none", "ngram"]
-    """What drafts: nothing, or n-gram matches in the text so far."""
-    num_speculative_tokens: Count | None = None
-    """K: draft tokens of a verification round."""
-    prompt_lookup_min: Count | None = None
-    """Shortest n-gram that is looked up."""
-    prompt_lookup_max: Count | None = None
-    """Longest n-gram that is looked up."""
-
-    @model_validator(mode="after")
-    def _check(self) -> "ArmConfig":
-        if self.method == "ngram" and self.num_speculative_tokens is None:
-            raise ValueError("an ngram arm needs num_speculative_tokens: set it, 3 for example")
-        return self
-
-
 class EvaluateConfig(Section):
     num_speculative_tokens: Count = 3
     """K: draft tokens of a verification round."""
@@ -234,7 +195,7 @@ class EvaluateConfig(Section):
         "none": ArmConfig(method="none"),
         "ngram": ArmConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=2, prompt_lookup_max=4),
     }
-    """Arms measured beside the head; `none` is required."""
+    """Arms measured beside the head, by name; `none` is required."""
 
     @model_validator(mode="after")
     def _check(self) -> "EvaluateConfig":
@@ -252,8 +213,10 @@ class AbConfig(Section):
     """Sessions at once."""
     max_new_tokens: Count = 64
     """Longest answer of the replayed traffic, in tokens."""
-    challenger_weight: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    challenger_weight: Weight = 0.5
     """Share of the sessions that the new head answers."""
+    arms: dict[str, Weight] = {}
+    """Arms of `evaluate.baselines` that get traffic too, each with its share of the sessions; the control has what is left."""
     salt: str = "aerie"
     """Salt of the sticky assignment; another salt deals the sessions anew."""
     host: str = "127.0.0.1"
@@ -359,7 +322,40 @@ class Settings(Section):
     def _check(self) -> "Settings":
         if self.data.max_new_tokens >= self.target.max_model_len:
             raise ValueError("data.max_new_tokens must be below target.max_model_len: lower the one or raise the other")
+        self._check_engines()
+        self._check_traffic()
         return self
+
+    def _check_engines(self) -> None:
+        """The arms' engines: the new head is one of them, and it is a P-EAGLE head."""
+        for stage, engine in (("evaluate", self.resources.evaluate.engine), ("ab", self.resources.ab.engine)):
+            place = f"resources.{stage}.engine"
+            if engine.get("pipeline_parallel_size", 1) != 1:
+                raise ValueError(
+                    f"{place}.pipeline_parallel_size and P-EAGLE do not go together: use tensor_parallel_size"
+                )
+            if "speculative_config" in engine:
+                raise ValueError(
+                    f"{place}.speculative_config would make every arm speculate, plain decoding too: name an arm in "
+                    "evaluate.baselines"
+                )
+            allowed = {None, 1, engine.get("tensor_parallel_size", 1)}
+            for name, arm in self.evaluate.baselines.items():
+                if arm.draft_tensor_parallel_size not in allowed:
+                    raise ValueError(
+                        f"evaluate.baselines.{name}.draft_tensor_parallel_size is neither 1 nor the target's "
+                        f"{engine.get('tensor_parallel_size', 1)} ({place}.tensor_parallel_size): set one of the two"
+                    )
+
+    def _check_traffic(self) -> None:
+        unknown = sorted(self.ab.arms.keys() - self.evaluate.baselines.keys())
+        if unknown:
+            known = ", ".join(self.evaluate.baselines)
+            raise ValueError(f"ab.arms.{unknown[0]} is no arm of evaluate.baselines: use one of {known}")
+        if self.ab.challenger_weight + sum(self.ab.arms.values()) >= 1:
+            raise ValueError(
+                "ab.challenger_weight and ab.arms leave nothing for the control: lower them to less than 1"
+            )
 
 
 def load_settings(config: Path | None, cluster: Path | None = None, overrides: list[str] | None = None) -> Settings:

@@ -47,11 +47,10 @@ class Pipeline:
         """Run the selected stages; what is finished already is only read.
 
         Raises:
-            ConfigError: a selection that names no stage, or skips one that was never run; a storage that cannot be read, or
-                cannot hold what the run would write.
+            ConfigError: a selection that names no stage, or skips one that was never run; settings that a selected stage
+                refuses; a storage that cannot be read, or cannot hold what the run would write.
         """
-        selection.check([stage.name for stage in self.stages])
-        self.storage.check()
+        self._check(selection)
         before_first = selection.first is not None
         for number, stage in enumerate(self.stages, 1):
             before_first = before_first and stage.name != selection.first
@@ -62,8 +61,7 @@ class Pipeline:
 
     def plan(self, selection: Selection) -> Plan:
         """What a run of the selected stages would do and take; writes nothing."""
-        selection.check([stage.name for stage in self.stages])
-        self.storage.check()
+        self._check(selection)
         return make_plan(
             self._until(selection), {}, self.storage, selection.forced, Stopwatch(self.settings.target.dtype)
         )
@@ -77,6 +75,13 @@ class Pipeline:
         rest = self._until(selection, start=[s.name for s in self.stages].index(stage.name))
         make_plan(rest, self.artifacts, self.storage, selection.forced).check_disk()
         self.before_first_run()
+
+    def _check(self, selection: Selection) -> None:
+        """What the user can mend is said before anything runs."""
+        selection.check([stage.name for stage in self.stages])
+        self.storage.check()
+        for stage in self._until(selection):
+            stage.check()
 
     def _step(self, stage: Stage, title: str, selection: Selection, must_exist: bool) -> None:
         forced = stage.name in selection.forced

@@ -154,6 +154,8 @@ class Stage:
     """Other identities, looked up when the stage's turn comes: sha256 of user files, vLLM and device."""
     extra_for: Callable[[Mapping[str, Artifact]], Mapping[str, Any]] = lambda inputs: {}
     """The same where they depend on what the stage reads: the champion that this very head is compared with."""
+    check: Callable[[], None] = lambda: None
+    """Raises ConfigError where the settings cannot lead to an output; asked before any stage runs."""
     plan: Callable[[Mapping[str, Artifact]], str] = lambda inputs: ""
     """One line for `--plan`: what it does."""
     forecast: Callable[[Mapping[str, Artifact], Mapping[str, Forecast]], Forecast] = lambda known, expected: Forecast()

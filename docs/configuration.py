@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Print docs/configuration.md: every setting with its type, default and meaning, read from components/config.py."""
+"""Print docs/configuration.md: every setting with its type, default and meaning, read from components/config.py and components/arm_config.py."""
 
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -8,11 +8,12 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from components.config import ArmConfig, PromptSource, ResourcesConfig, Settings, StageResources
+from components.arm_config import KEYS, ArmConfig
+from components.config import PromptSource, ResourcesConfig, Settings, StageResources
 
 HEAD = """# Configuration
 
-*Written by `make docs` from `components/config.py`; a test fails when the two differ.*
+*Written by `make docs` from `components/config.py` and `components/arm_config.py`; a test fails when the two differ.*
 
 Settings come from three places, the later one winning: the file given with `--config` (by default `ray_config.yaml`, which has
 every setting with its default), the file given with `--cluster` (an overlay with only what differs), and any number of
@@ -28,7 +29,17 @@ def page() -> str:
     sections = [section(name, field) for name, field in Settings.model_fields.items()]
     arm = "\n".join(["## Arms (`evaluate.baselines.<name>`)", "", *table("", ArmConfig)])
     source = "\n".join(["## Sources (`data.prompts`, `data.benchmarks`)", "", *table("", PromptSource)])
-    return "\n\n".join([HEAD.rstrip(), *sections, source, arm]) + "\n"
+    return "\n\n".join([HEAD.rstrip(), *sections, source, arm, keys_by_method()]) + "\n"
+
+
+def keys_by_method() -> str:
+    """Which of the arm's keys each method takes, in the order of the table above."""
+    fields = list(ArmConfig.model_fields)
+    lines = [
+        f"| `{method}` | {', '.join(f'`{key}`' for key in fields if key in keys) or 'nothing else'} |"
+        for method, keys in KEYS.items()
+    ]
+    return "\n".join(["| method | takes |", "| --- | --- |", *lines])
 
 
 def section(name: str, field: FieldInfo) -> str:

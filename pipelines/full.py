@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from components.config import Settings
 from components.data.stages import features_stage, prompts_stage, responses_stage, vocabulary_stage
 from components.evaluation.stages import evaluation_stage, preflight_stage
-from components.publishing.stages import incumbent_stage, publish_stage
+from components.publishing.stages import drafts_stage, incumbent_stage, publish_stage
 from components.publishing.summary import print_summary
 from components.serving.stages import ab_stage
 from components.stage import Stage
@@ -26,6 +26,7 @@ def define_stages(settings: Settings) -> Sequence[Stage]:
         head_stage(settings),  # the P-EAGLE head, in vLLM's layout
         preflight_stage(settings),  # vLLM drafts what we draft
         incumbent_stage(settings),  # the champion that this head must beat
+        drafts_stage(settings),  # what the other arms draft with
         evaluation_stage(settings),  # every arm on held-out prompts
         ab_stage(settings),  # challenger and incumbent behind one endpoint
         publish_stage(settings),  # the gate, the bundle, the registry, the report

@@ -3,7 +3,7 @@
 Against a champion: at the champion's K, AL better by `min_effect` with the interval of the difference above 0 and no family worse than
 `task_margin` beyond doubt; at the K each is served with, median tokens/s no more than `speed_margin` lower. Without a champion: tokens/s
 against plain decoding decides; the interval of the median per-prompt ratio must lie above 1. Always: lossless, no errors, one vLLM and
-one target. A figure that is missing or not finite passes no check.
+one target, and no arm that accepted by chance. A figure that is missing or not finite passes no check.
 """
 
 import math
@@ -38,6 +38,8 @@ class Measured:
     """Output tokens/s at concurrency 1 and the K it is served with, by prompt key."""
     num_errors: int | None = None
     """Failed or empty answers; None when they were not counted."""
+    is_synthetic: bool = False
+    """Drafts were accepted by chance (a load test)."""
     num_faults: int | None = None
     """Greedy answers that differ from plain decoding's by more than rounding; None when they were not compared."""
 
@@ -70,7 +72,7 @@ def decide(candidate: Measured, incumbent: Measured | None, none_arm: Measured, 
         policy: The margins.
     """
     arms = [candidate, none_arm] if incumbent is None else [candidate, incumbent, none_arm]
-    reasons = [_one_platform(arms), _no_errors(arms, policy), _lossless(candidate)]
+    reasons = [_real_acceptance(arms), _one_platform(arms), _no_errors(arms, policy), _lossless(candidate)]
     if incumbent is None:
         reasons.append(_faster_than_plain(candidate, none_arm, policy))
     else:
@@ -78,6 +80,13 @@ def decide(candidate: Measured, incumbent: Measured | None, none_arm: Measured, 
         reasons += _better_acceptance(candidate, incumbent, policy)
         reasons.append(_no_slower(candidate, incumbent, policy))
     return Verdict(all(reason.passed for reason in reasons), tuple(reasons))
+
+
+def _real_acceptance(arms: Sequence[Measured]) -> Reason:
+    """Refuses what a load test measured, whatever it measured."""
+    synthetic = [arm.name for arm in arms if arm.is_synthetic]
+    measured = f"synthetic: {', '.join(synthetic)}" if synthetic else "by verification"
+    return Reason("real acceptance", not synthetic, measured, "no draft accepted by chance")
 
 
 def _one_platform(arms: Sequence[Measured]) -> Reason:

@@ -117,6 +117,7 @@ def figures(result: ArmResult) -> dict[str, Any]:
     tokens = sum(answer.record.output_tokens - 1 for answer in good)
     return {
         "method": result.arm.method,
+        "synthetic": result.arm.is_synthetic,
         "num_speculative_tokens": result.arm.num_speculative_tokens,
         "requests": len(result.answers),
         "errors": result.num_errors,

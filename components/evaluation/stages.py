@@ -8,12 +8,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from components.config import ConfigError, Settings
-from components.evaluation.arms import baseline_arms, head_arm
+from components.evaluation.arms import baseline_arms, check_baselines, head_arm
 from components.evaluation.prompts import PREFLIGHT_PROMPTS, PREFLIGHT_TOKENS
 from components.evaluation.results import load_result
-from components.evaluation.summary import CANDIDATE, CHAMPION, HeadIdentity, needed_arms, summarise, write_summary
+from components.evaluation.summary import (
+    CANDIDATE,
+    CHALLENGER,
+    CHAMPION,
+    HeadIdentity,
+    needed_arms,
+    summarise,
+    write_summary,
+)
 from components.forecast import Forecast, target_parameters
 from components.publishing.bundle import head_digest
+from components.publishing.drafts import draft_keys
 from components.stage import Artifact, Outcome, Output, Stage, installed_versions
 from components.target.engine import has_gpu
 from components.target.stages import target_facts, target_path
@@ -62,7 +71,7 @@ def preflight_stage(settings: Settings) -> Stage:
 
 def evaluation_stage(settings: Settings) -> Stage:
     """Measures every arm on real vLLM, one at a time, and compares them."""
-    for name in {CANDIDATE, CHAMPION} & settings.evaluate.baselines.keys():
+    for name in {CANDIDATE, CHAMPION, CHALLENGER} & settings.evaluate.baselines.keys():
         raise ConfigError(
             f"evaluate.baselines.{name}", "the name is taken by the head", "give the baseline another name"
         )
@@ -72,13 +81,14 @@ def evaluation_stage(settings: Settings) -> Stage:
 
         job = _job(settings, inputs, output)
         candidate, champion = _candidate(settings, inputs), _champion(inputs["incumbent"])
-        arms = needed_arms(baseline_arms(settings.evaluate.baselines), candidate, champion)
+        baselines = baseline_arms(settings.evaluate.baselines, draft_keys(inputs["drafts"]))
+        arms = needed_arms(baselines, candidate, champion)
         with fresh_processes(job) as processes:
             for arm, with_speed in arms:
                 if not job.arm_file(arm.name).exists():
                     processes.run(f"evaluation: arm {arm.name}", measure_task, job, arm, with_speed)
             if not output.join(WALKED).exists():
-                ks = {arm.num_speculative_tokens for arm, _ in arms if arm.head == str(candidate.folder)}
+                ks = {arm.num_speculative_tokens for arm, _ in arms if arm.model == str(candidate.folder)}
                 processes.run("evaluation: walks", walk_task, job, str(candidate.folder), tuple(sorted(ks)))
         results = {arm.name: load_result(job.arm_file(arm.name)) for arm, _ in arms}
         facts, differences = summarise(results, json.loads(output.join(WALKED).read_bytes()), candidate, champion)
@@ -91,8 +101,10 @@ def evaluation_stage(settings: Settings) -> Stage:
         name="evaluation",
         run=run,
         config=_engine_identity(settings) | {"evaluate": settings.evaluate.model_dump(mode="json")},
-        inputs=("target", "responses", "head", "preflight", "incumbent"),
+        inputs=("target", "responses", "head", "preflight", "incumbent", "drafts"),
+        version=2,
         extra=lambda: _platform(settings),
+        check=lambda: check_baselines(settings.evaluate.baselines),
         plan=lambda artifacts: _plan(settings, artifacts),
         forecast=lambda known, expected: _forecast(settings, known),
         tokens_done=lambda manifest: len(manifest["facts"]["arms"]) * tokens_of_arm(manifest["config"]["evaluate"]),

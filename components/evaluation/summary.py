@@ -8,7 +8,7 @@ from typing import Any
 
 from components.config import GateConfig
 from components.evaluation.acceptance import total
-from components.evaluation.arms import Arm
+from components.evaluation.arms import Arm, head_arm
 from components.evaluation.gate import Measured, Verdict, decide
 from components.evaluation.losslessness import TIE_GAPS, GreedyAnswer, Losslessness, compare_answers
 from components.evaluation.results import ArmResult, as_json, figures, load_result
@@ -22,6 +22,8 @@ from components.stage import Artifact
 from components.storage import Location
 
 NONE, CANDIDATE, CHAMPION = "none", "candidate", "champion"
+CHALLENGER = "challenger"
+"""The candidate's name under live traffic."""
 SUMMARY = "evaluation.json"
 AGREEMENT = 0.03
 """Largest relative difference between our walked AL and vLLM's AL within the answers. More is a head that the server reads otherwise than we do."""
@@ -117,6 +119,7 @@ def _measured(
         tokens_per_s=served.tokens_per_s,
         num_errors=sum(max(result.num_errors, len(result.problems)) for result in results),
         num_faults=sum(faults) if faults else None,
+        is_synthetic=any(result.arm.is_synthetic for result in results),
     )
 
 
@@ -174,7 +177,7 @@ def needed_arms(
 
 
 def _head_arm(name: str, head: HeadIdentity, k: int) -> Arm:
-    return Arm(name, "p_eagle", k, head=str(head.folder))
+    return head_arm(name, str(head.folder), k)
 
 
 def _relative_difference(walked: float | None, measured: float | None) -> float | None:

@@ -45,14 +45,19 @@ def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
         ConfigError: the alias is at a version that does not say what it is.
     """
     version = registry.champion(client, name)
-    wanted = (*DESCRIBED.values(), registry.NUM_SPECULATIVE_TOKENS_TAG, registry.BUNDLE_SHA256_TAG)
-    if version is not None and (missing := [tag for tag in wanted if tag not in version.tags]):
+    if version is not None and (missing := missing_tags(version)):
         raise ConfigError(
             "publish.name",
             f"the champion of {name}, version {version.version}, lacks the tag {missing[0]}: it is no head of this project",
             "move the alias to a version that a run registered, or choose another name",
         )
     return version
+
+
+def missing_tags(version: ModelVersion) -> list[str]:
+    """Tags that a head of this project has, and this version has not."""
+    wanted = (*DESCRIBED.values(), registry.NUM_SPECULATIVE_TOKENS_TAG, registry.BUNDLE_SHA256_TAG)
+    return [tag for tag in wanted if tag not in version.tags]
 
 
 def find_incumbent(client: MlflowClient, name: str, candidate: Candidate) -> ModelVersion | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mlflow.entities.model_registry import ModelVersion
 
+from components.evaluation.arms import refuse_synthetic
 from components.evaluation.gate import Reason, Verdict
 from components.evaluation.summary import CANDIDATE
 from components.publishing import registry
@@ -84,8 +85,10 @@ def publish(evidence: Evidence, tracker: Tracker, heads: Registry, incumbent: in
     Raises:
         ChampionChanged: the champion is no longer the incumbent.
         ConfigError: MLflow or S3 cannot be reached or refuses.
+        SyntheticArm: a measured arm accepted by chance.
     """
     settings = evidence.settings
+    refuse_synthetic((name for name, arm in evidence.evaluation["arms"].items() if arm["synthetic"]), "the publisher")
     digest = build_bundle(evidence, folder / "bundle")
     plots = draw_plots(evidence, folder / "plots")
     (folder / "verdict.json").write_text(_json(verdict_json(evidence.verdict)))

@@ -1,4 +1,4 @@
-"""The stages `incumbent` (the head to beat), `publish`, and `champion` (the head to serve)."""
+"""The stages `incumbent` (the head to beat), `drafts` (what other arms draft with), `publish`, and `champion` (the head to serve)."""
 
 import json
 import tempfile
@@ -10,10 +10,12 @@ from typing import Any
 from mlflow.tracking import MlflowClient
 
 from components.config import ConfigError, Settings
+from components.evaluation.arms import check_baselines, refuse_synthetic, synthetic_arms
 from components.evaluation.gate import Reason, Verdict
 from components.evaluation.summary import evaluation_verdict
 from components.forecast import Forecast
 from components.publishing.bundle import HEAD_FILES, digest_of_sums
+from components.publishing.drafts import Drafts, find_drafts, without_paths
 from components.publishing.evidence import Evidence, verdict_json
 from components.publishing.incumbent import Candidate, describe, find_champion, find_incumbent, store_head
 from components.publishing.publication import champion_twin, check_twin, publish
@@ -57,6 +59,35 @@ def incumbent_stage(settings: Settings) -> Stage:
         inputs=("target", "head"),
         extra_for=lambda inputs: {"champion": look_up(inputs)["version"]},
         plan=lambda artifacts: f"the champion of {settings.publish.name}, if there is one",
+    )
+
+
+def drafts_stage(settings: Settings) -> Stage:
+    """Finds what `evaluate.baselines` draft with: `drafts.json`, and a folder an arm for heads of the registry."""
+    baselines = settings.evaluate.baselines
+
+    def look_up(inputs: Mapping[str, Artifact]) -> Drafts:
+        with mlflow_errors(settings.mlflow.tracking_uri):
+            return find_drafts(baselines, inputs["target"].facts["digest"], lambda: _client(settings))
+
+    def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+        drafts = look_up(inputs)
+        for name, found in drafts.items():
+            if "version" in found:
+                with mlflow_errors(settings.mlflow.tracking_uri):
+                    store_head(_client(settings), found, output.join(name))
+        output.join("drafts.json").write_bytes(json.dumps(without_paths(drafts), indent=1, sort_keys=True).encode())
+        return Outcome({"drafts": drafts})
+
+    named = [f"{name} ({config.model})" for name, config in baselines.items() if config.model]
+    return Stage(
+        name="drafts",
+        run=run,
+        config={"models": {name: [arm.model, arm.revision] for name, arm in baselines.items() if arm.model}},
+        inputs=("target",),
+        extra_for=lambda inputs: {"found": without_paths(look_up(inputs))},
+        check=lambda: check_baselines(baselines),
+        plan=lambda artifacts: f"find {', '.join(named)}" if named else "nothing: no arm names a model",
     )
 
 
@@ -106,6 +137,7 @@ def publish_stage(settings: Settings) -> Stage:
             "mlflow": [public_address(settings.mlflow.tracking_uri), settings.mlflow.experiment],
         },
         inputs=JUDGED,
+        check=lambda: refuse_synthetic(synthetic_arms(settings.evaluate.baselines), "the publisher"),
         plan=lambda artifacts: (
             f"a version of {settings.publish.name} at {public_address(settings.mlflow.tracking_uri)}"
         ),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config import ConfigError, Settings, StageResources
-from components.evaluation.arms import Arm
+from components.evaluation.arms import Arm, refuse_synthetic
 from components.serving.access import read_secrets
 from components.serving.listing import PREFIX, ROUTER, with_routing
 from components.serving.routing import ArmState, RoutedArm, Routing
@@ -107,7 +107,9 @@ def make_routing(service: Service, arms: Sequence[ServedArm]) -> Routing:
 
     Raises:
         ConfigError: a file of secrets that cannot be read or is empty.
+        SyntheticArm: an arm that accepts by chance; users would get its text.
     """
+    refuse_synthetic((arm.name for arm in arms if arm.arm.is_synthetic), "the router")
     ab = service.settings.ab
     return Routing(
         model=service.model,

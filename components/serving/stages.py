@@ -9,12 +9,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from components.config import Settings
+from components.config import ConfigError, Settings
 from components.data.prompts import Prompt
 from components.evaluation.acceptance import RequestRecord, total
-from components.evaluation.arms import Arm, head_arm
+from components.evaluation.arms import Arm, baseline_arm, head_arm, refuse_synthetic, synthetic_arms
+from components.evaluation.summary import CHALLENGER, CHAMPION, NONE
 from components.forecast import Forecast
 from components.publishing.bundle import head_digest
+from components.publishing.drafts import draft_keys, draft_label
 from components.serving.apps import ServedArm, Service
 from components.serving.deploy import deploy, teardown
 from components.serving.records import live_records
@@ -26,7 +28,6 @@ from components.target.stages import target_path
 
 log = logging.getLogger("aerie")
 
-CHALLENGER, CHAMPION, NONE = "challenger", "champion", "none"
 RECORDS = "requests.jsonl"
 SUMMARY = "ab.json"
 SESSIONS = "_sessions"
@@ -69,24 +70,32 @@ def ab_stage(settings: Settings) -> Stage:
         config={
             "ab": settings.ab.model_dump(mode="json", exclude=NOT_IDENTITY),
             "num_speculative_tokens": settings.evaluate.num_speculative_tokens,
+            "arms": {name: settings.evaluate.baselines[name].model_dump(mode="json") for name in settings.ab.arms},
             "dtype": settings.target.dtype,
             "max_model_len": settings.target.max_model_len,
             "temperature": settings.data.temperature,
             "top_p": settings.data.top_p,
         },
-        inputs=("target", "prompts", "head", "incumbent", "evaluation"),
+        inputs=("target", "prompts", "head", "incumbent", "drafts", "evaluation"),
         extra=lambda: platform_identity(settings),
+        check=lambda: refuse_synthetic(
+            settings.ab.arms.keys() & set(synthetic_arms(settings.evaluate.baselines)), "the router"
+        ),
         plan=lambda artifacts: _plan(settings, artifacts),
         forecast=lambda known, expected: Forecast(rows=settings.ab.requests, start_s=DEPLOYMENT_S),
     )
 
 
 def ab_service(settings: Settings, inputs: Mapping[str, Artifact]) -> Service:
-    """The control first, then the challenger: the order decides their cores, so a new challenger leaves the control."""
+    """The control, the challenger, the others: the order decides their cores, so a new challenger leaves the control."""
     weight = settings.ab.challenger_weight
     head = inputs["head"].local("head")
     challenger = head_arm(CHALLENGER, head, settings.evaluate.num_speculative_tokens)
-    arms = [_control(inputs["incumbent"], 1 - weight), ServedArm(challenger, weight, head_digest(head)[:DIGEST_SHOWN])]
+    control = _control(inputs["incumbent"], 1 - weight - sum(settings.ab.arms.values()))
+    if control.name in settings.ab.arms:
+        raise ConfigError(f"ab.arms.{control.name}", "it is the control already", "remove it until there is a champion")
+    others = [_other(settings, inputs, name, share) for name, share in settings.ab.arms.items()]
+    arms = [control, ServedArm(challenger, weight, head_digest(head)[:DIGEST_SHOWN]), *others]
     return Service(settings, target_path(inputs["target"]), arms)
 
 
@@ -150,6 +159,14 @@ def arm_figures(served: ServedArm, records: Sequence[RequestRecord]) -> dict[str
     }
 
 
+def _other(settings: Settings, inputs: Mapping[str, Artifact], name: str, weight: float) -> ServedArm:
+    """An arm of `evaluate.baselines` as it was measured."""
+    config, drafts = settings.evaluate.baselines[name], inputs["drafts"]
+    arm = baseline_arm(name, config, draft_keys(drafts).get(name, {}))
+    found = drafts.facts["drafts"].get(name)
+    return ServedArm(arm, weight, draft_label(found, DIGEST_SHOWN)) if found else ServedArm(arm, weight)
+
+
 def _control(incumbent: Artifact, weight: float) -> ServedArm:
     if incumbent.facts.get("version") is None:
         return ServedArm(Arm(NONE, "none"), weight)
@@ -182,5 +199,7 @@ def _weights(service: Service) -> str:
 
 def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
     resources, ab = settings.resources.ab, settings.ab
-    cost = f"{2 * resources.replicas * resources.num_gpus:g} GPUs" if has_gpu(resources) else "2 CPU engines"
-    return f"2 arms, each a copy of the target ({cost}), {ab.requests} requests of up to {ab.max_new_tokens} tokens"
+    num_arms = 2 + len(ab.arms)
+    gpus = num_arms * resources.replicas * resources.num_gpus
+    cost = f"{gpus:g} GPUs" if has_gpu(resources) else f"{num_arms} CPU engines"
+    return f"{num_arms} arms, each a copy of the target ({cost}), {ab.requests} requests of up to {ab.max_new_tokens} tokens"

@@ -78,6 +78,7 @@ def stage_inputs(
         "responses": write_responses(tmp_path_factory.mktemp("data") / "responses", rows),
         "head": make_artifact("head", oracle.parent, {}),
         "incumbent": make_artifact("incumbent", late.parent, incumbent),
+        "drafts": make_artifact("drafts", oracle.parent, {"drafts": {}}),
     }
 
 
@@ -196,10 +197,11 @@ def test_the_gate_refuses_an_arm_that_is_not_valid(evaluation: Artifact) -> None
     assert [reason.check for reason in verdict.failures] == ["no errors"]
 
 
-def test_a_baseline_cannot_take_the_heads_name(permutation_target: tuple[Path, list[int]]) -> None:
-    baselines = {"none": {"method": "none"}, "candidate": {"method": "ngram", "num_speculative_tokens": 2}}
+@pytest.mark.parametrize("name", ["candidate", "champion", "challenger"])
+def test_a_baseline_cannot_take_the_heads_name(permutation_target: tuple[Path, list[int]], name: str) -> None:
+    baselines = {"none": {"method": "none"}, name: {"method": "ngram", "num_speculative_tokens": 2}}
 
-    with pytest.raises(ConfigError, match=r"evaluate\.baselines\.candidate"):
+    with pytest.raises(ConfigError, match=rf"evaluate\.baselines\.{name}"):
         evaluation_stage(tiny_settings(permutation_target[0], evaluate={"baselines": baselines}))
 
 

@@ -180,6 +180,18 @@ def test_a_changed_answer_or_an_error_is_refused(change: dict[str, int], check: 
     assert failed(decide(replace(BETTER, **change), None, NONE_ARM, POLICY)) == [check]
 
 
+@pytest.mark.parametrize("arm", ["candidate", "champion", "none"])
+def test_what_a_load_test_measured_is_refused(arm: str) -> None:
+    candidate, champion, none_arm = (
+        replace(measured, is_synthetic=measured.name == arm) for measured in (BETTER, CHAMPION, NONE_ARM)
+    )
+
+    verdict = decide(candidate, champion, none_arm, POLICY)
+
+    assert failed(verdict) == ["real acceptance"]
+    assert verdict.failures[0].measured == f"synthetic: {arm}"
+
+
 @pytest.mark.parametrize("name", sorted(PLATFORM))
 def test_figures_of_another_platform_are_not_compared(name: str) -> None:
     elsewhere = replace(CHAMPION, platform=PLATFORM | {name: "other"})

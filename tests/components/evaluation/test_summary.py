@@ -1,5 +1,6 @@
 """From arms' files to facts and verdict, with a champion that is served with another K."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,17 @@ def test_acceptance_is_compared_at_the_champions_k_and_speed_as_served(tmp_path:
     assert set(against["families"]) == set(FAMILIES)
     assert facts["speed_against_none"]["estimate"] == pytest.approx(20 / 15)
     assert evaluation_verdict(artifact, GateConfig()).promote
+
+
+def test_an_arm_that_accepted_by_chance_is_marked_and_refused(tmp_path: Path) -> None:
+    measured = results(at_champions_k=40)
+    synthetic = Arm("candidate", "peagle", 7, "/heads/new", {"rejection_sample_method": "synthetic"})
+    measured["candidate"] = replace(measured["candidate"], arm=synthetic)
+
+    facts, artifact, _ = evaluate(tmp_path, measured)
+
+    assert {name: arm["synthetic"] for name, arm in facts["arms"].items() if arm["synthetic"]} == {"candidate": True}
+    assert [reason.check for reason in evaluation_verdict(artifact, GateConfig()).failures] == ["real acceptance"]
 
 
 def test_a_larger_k_alone_is_refused(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def champion_of(incumbent: Artifact) -> HeadIdentity | None:
 
 def measured(arm: Arm) -> ArmResult:
     """Deterministic answers; a head accepts each draft token with its quality, and is faster the more it accepts."""
-    quality = json.loads((Path(arm.head) / "config.json").read_text())["quality"] if arm.head else 0.1
+    quality = json.loads((Path(arm.model) / "config.json").read_text())["quality"] if arm.model else 0.1
     k = arm.num_speculative_tokens or 0
     answers, speeds = [], []
     for number in range(NUM_PROMPTS):

@@ -65,6 +65,7 @@ def stage_inputs(
     prompts = [Prompt(f"p{i}", f"f{i % 2}", _turns(i, q), None, "file", i) for i, q in enumerate(QUESTIONS)]
     write_prompts(Location(str(folder / "prompts.jsonl")), prompts, {p.key: "held_out" for p in prompts})
     facts = {"target": {"model": str(served_target), "path": str(served_target)}, "incumbent": {"version": None}}
+    facts["drafts"] = {"drafts": {}}
     places = {"prompts": folder, "head": random_head}
     return {
         name: Artifact(
@@ -73,7 +74,7 @@ def stage_inputs(
             name,
             {"digest": name, "facts": facts.get(name, {}), "files": {}},
         )
-        for name in ("target", "prompts", "head", "incumbent", "evaluation")
+        for name in ("target", "prompts", "head", "incumbent", "drafts", "evaluation")
     }
 
 

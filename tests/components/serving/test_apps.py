@@ -8,7 +8,8 @@ import pytest
 from ray.serve.schema import ServeDeploySchema
 
 from components.config import ConfigError, Settings
-from components.evaluation.arms import Arm, head_arm
+from components.evaluation.arms import Arm, SyntheticArm, head_arm
+from components.publishing.bundle import HEAD_FILES
 from components.serving import apps
 from components.serving.apps import (
     BIND_CORES,
@@ -18,6 +19,9 @@ from components.serving.apps import (
     make_routing,
     router_application,
 )
+from components.serving.stages import ab_service
+from components.stage import Artifact
+from components.storage import Location
 
 TARGET = Path("/models/target")
 
@@ -85,6 +89,64 @@ def test_new_weights_change_the_routers_user_config_and_nothing_else():
     assert [arm_args(before, i) for i in (0, 1)] == [arm_args(after, i) for i in (0, 1)]
     assert router(before)["args"] == router(after)["args"]
     assert router(before)["deployments"] != router(after)["deployments"]
+
+
+def test_the_router_refuses_an_arm_that_accepts_by_chance():
+    synthetic = Arm("load", "ngram", 3, options={"rejection_sample_method": "synthetic"})
+    service = make_service()
+    service = Service(service.settings, TARGET, [*service.arms, ServedArm(synthetic, 0.0)])
+    assert arm_args(service, 2)["engine"]["speculative_config"]["rejection_sample_method"] == "synthetic"
+    with pytest.raises(SyntheticArm, match="the router refuses it"):
+        router(service)
+
+
+def test_arms_of_the_evaluation_get_their_share_of_the_traffic(tmp_path):
+    baselines = {
+        "none": {"method": "none"},
+        "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
+        "released": {"method": "eagle3", "num_speculative_tokens": 2, "model": "org/head", "revision": "main"},
+    }
+    settings = Settings.model_validate(
+        {
+            "evaluate": {"baselines": baselines},
+            "ab": {"challenger_weight": 0.3, "arms": {"ngram": 0.2, "released": 0.1}},
+        }
+    )
+    service = ab_service(settings, stage_inputs(tmp_path, {"released": {"model": "org/head", "digest": "c0ffee" * 5}}))
+    assert [(arm.name, round(arm.weight, 3), arm.head) for arm in service.arms if arm.name != "challenger"] == [
+        ("none", 0.4, "none"),
+        ("ngram", 0.2, "none"),
+        ("released", 0.1, ("c0ffee" * 5)[:12]),
+    ]
+    assert arm_args(service, 3)["engine"]["speculative_config"] == {
+        "method": "eagle3",
+        "model": "org/head",
+        "revision": "c0ffee" * 5,
+        "num_speculative_tokens": 2,
+    }
+
+
+def test_the_control_cannot_have_a_second_share(tmp_path):
+    settings = Settings.model_validate({"ab": {"arms": {"none": 0.2}}})
+    with pytest.raises(ConfigError, match=r"ab\.arms\.none: it is the control already"):
+        ab_service(settings, stage_inputs(tmp_path, {}))
+
+
+def stage_inputs(folder, drafts):
+    """What `ab` reads before it starts anything; there is no champion."""
+    head = folder / "head"
+    head.mkdir()
+    for name in HEAD_FILES:
+        (head / name).write_text("{}")
+    facts = {
+        "target": {"model": "m", "path": "/models/target"},
+        "incumbent": {"version": None},
+        "drafts": {"drafts": drafts},
+    }
+    return {
+        name: Artifact(name, Location(str(folder)), name, {"facts": facts.get(name, {})})
+        for name in ("target", "head", "incumbent", "drafts")
+    }
 
 
 def test_only_the_router_has_a_route():
