@@ -4,13 +4,14 @@ Every field says below itself what it does. A wrong setting raises `ConfigError`
 """
 
 import difflib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 
-from components.arm_config import ArmConfig
+from components.arm_config import ArmConfig, engine_problems, sampler_problems
 from components.section import ConfigError, Count, Section, Share
 
 Weight = Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -181,6 +182,8 @@ class TrainConfig(Section):
 class EvaluateConfig(Section):
     num_speculative_tokens: Count = 3
     """K: draft tokens of a verification round."""
+    candidates: Count = 1
+    """Heads of the training run that are measured: its checkpoints with the best walked AL on validation answers; 1: the last one."""
     num_prompts: Count = 32
     """Held-out prompts that every arm answers."""
     max_new_tokens: Count = 96
@@ -322,40 +325,20 @@ class Settings(Section):
     def _check(self) -> "Settings":
         if self.data.max_new_tokens >= self.target.max_model_len:
             raise ValueError("data.max_new_tokens must be below target.max_model_len: lower the one or raise the other")
-        self._check_engines()
-        self._check_traffic()
+        engines = {stage: getattr(self.resources, stage).engine for stage in ("evaluate", "ab")}
+        for problem in [
+            *engine_problems(engines, self.evaluate.baselines),
+            *sampler_problems(self.evaluate.baselines, on_gpu=self.resources.evaluate.num_gpus > 0),
+            *self._traffic_problems(),
+        ]:
+            raise ValueError(problem)
         return self
 
-    def _check_engines(self) -> None:
-        """The arms' engines: the new head is one of them, and it is a P-EAGLE head."""
-        for stage, engine in (("evaluate", self.resources.evaluate.engine), ("ab", self.resources.ab.engine)):
-            place = f"resources.{stage}.engine"
-            if engine.get("pipeline_parallel_size", 1) != 1:
-                raise ValueError(
-                    f"{place}.pipeline_parallel_size and P-EAGLE do not go together: use tensor_parallel_size"
-                )
-            if "speculative_config" in engine:
-                raise ValueError(
-                    f"{place}.speculative_config would make every arm speculate, plain decoding too: name an arm in "
-                    "evaluate.baselines"
-                )
-            allowed = {None, 1, engine.get("tensor_parallel_size", 1)}
-            for name, arm in self.evaluate.baselines.items():
-                if arm.draft_tensor_parallel_size not in allowed:
-                    raise ValueError(
-                        f"evaluate.baselines.{name}.draft_tensor_parallel_size is neither 1 nor the target's "
-                        f"{engine.get('tensor_parallel_size', 1)} ({place}.tensor_parallel_size): set one of the two"
-                    )
-
-    def _check_traffic(self) -> None:
-        unknown = sorted(self.ab.arms.keys() - self.evaluate.baselines.keys())
-        if unknown:
-            known = ", ".join(self.evaluate.baselines)
-            raise ValueError(f"ab.arms.{unknown[0]} is no arm of evaluate.baselines: use one of {known}")
+    def _traffic_problems(self) -> Iterator[str]:
+        for name in sorted(self.ab.arms.keys() - self.evaluate.baselines.keys()):
+            yield f"ab.arms.{name} is no arm of evaluate.baselines: use one of {', '.join(self.evaluate.baselines)}"
         if self.ab.challenger_weight + sum(self.ab.arms.values()) >= 1:
-            raise ValueError(
-                "ab.challenger_weight and ab.arms leave nothing for the control: lower them to less than 1"
-            )
+            yield "ab.challenger_weight and ab.arms leave nothing for the control: lower them to less than 1"
 
 
 def load_settings(config: Path | None, cluster: Path | None = None, overrides: list[str] | None = None) -> Settings:

@@ -58,7 +58,9 @@ def make_tiny_mtp(path: Path, seed: int = 0) -> Path:
     tensors, last = load_file(path / WEIGHTS), config.num_hidden_layers - 1
     extra = f"model.layers.{last + 1}"
     copied = {
-        n.replace(f"layers.{last}.", f"layers.{last + 1}."): t for n, t in tensors.items() if f"layers.{last}." in n
+        n.replace(f"layers.{last}.", f"layers.{last + 1}."): t.clone()
+        for n, t in tensors.items()
+        if f"layers.{last}." in n
     }
     ones = {f"{extra}.{name}.weight": torch.ones(64) for name in ("enorm", "hnorm", "shared_head.norm")}
     projection = {f"{extra}.eh_proj.weight": _matrix((64, 128), torch.Generator().manual_seed(seed))}

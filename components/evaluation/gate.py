@@ -62,22 +62,35 @@ class Verdict:
         return tuple(reason for reason in self.reasons if not reason.passed)
 
 
-def decide(candidate: Measured, incumbent: Measured | None, none_arm: Measured, policy: GateConfig) -> Verdict:
+def decide(
+    candidate: Measured,
+    incumbent: Measured | None,
+    none_arm: Measured,
+    policy: GateConfig,
+    num_candidates: int = 1,
+) -> Verdict:
     """Whether the candidate replaces the incumbent champion (or becomes the first one), and why.
 
+    The best of several candidates is better than the champion by luck more often than one is. Its intervals for a gain are therefore
+    those of Bonferroni's inequality (Dunn 1961, "Multiple comparisons among means", JASA 56): at confidence 1 - (1 - c)/n for the best
+    of n, no candidate that is no better passes more often than 1 - c says, however they depend on each other. Intervals that
+    look for harm stay at c: wider ones would overlook it.
+
     Args:
-        candidate: The new head; `records` must hold the incumbent's K too.
+        candidate: The new head, the best of its run; `records` must hold the incumbent's K too.
         incumbent: The champion; None when there is none yet.
         none_arm: Plain decoding.
         policy: The margins.
+        num_candidates: Among how many it was chosen by the same prompts.
     """
+    gain = policy.model_copy(update={"confidence": 1 - (1 - policy.confidence) / num_candidates})
     arms = [candidate, none_arm] if incumbent is None else [candidate, incumbent, none_arm]
     reasons = [_real_acceptance(arms), _one_platform(arms), _no_errors(arms, policy), _lossless(candidate)]
     if incumbent is None:
-        reasons.append(_faster_than_plain(candidate, none_arm, policy))
+        reasons.append(_faster_than_plain(candidate, none_arm, gain))
     else:
         reasons.append(_another_head(candidate, incumbent))
-        reasons += _better_acceptance(candidate, incumbent, policy)
+        reasons += _better_acceptance(candidate, incumbent, policy, gain)
         reasons.append(_no_slower(candidate, incumbent, policy))
     return Verdict(all(reason.passed for reason in reasons), tuple(reasons))
 
@@ -139,11 +152,13 @@ def _no_slower(candidate: Measured, incumbent: Measured, policy: GateConfig) -> 
     )
 
 
-def _better_acceptance(candidate: Measured, incumbent: Measured, policy: GateConfig) -> Iterator[Reason]:
+def _better_acceptance(
+    candidate: Measured, incumbent: Measured, policy: GateConfig, gain: GateConfig
+) -> Iterator[Reason]:
     k = incumbent.num_speculative_tokens
     ours = candidate.records.get(k, ()) if k is not None else ()
     theirs = incumbent.records.get(k, ()) if k is not None else ()
-    yield _acceptance(compare_acceptance(ours, theirs, _bootstrap(policy)), k, policy)
+    yield _acceptance(compare_acceptance(ours, theirs, _bootstrap(gain)), k, gain)
     yield _same_prompts(ours, theirs)
     for family, comparison in compare_acceptance_by_family(ours, theirs, _bootstrap(policy)).items():
         yield _family(family, comparison, policy)
@@ -194,7 +209,7 @@ def _finite(interval: Interval | None) -> bool:
 def _interval(interval: Interval | None, policy: GateConfig) -> str:
     if interval is None:
         return "undefined"
-    return f"{interval.estimate:.3f} [{interval.low:.3f}, {interval.high:.3f}] ({policy.confidence:.0%})"
+    return f"{interval.estimate:.3f} [{interval.low:.3f}, {interval.high:.3f}] ({100 * policy.confidence:.3g}%)"
 
 
 def _number(count: int | None) -> str:

@@ -20,6 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Counter, Vector
 
+from components.config import ConfigError
 from components.evaluation.acceptance import Acceptance, RequestRecord
 from components.evaluation.arms import Arm
 from components.evaluation.prompts import EvaluationPrompt
@@ -109,11 +110,29 @@ def measure_arm(
 
 
 def start_engine(arm: Arm, engine_kwargs: Mapping[str, Any], **defaults: Any) -> LLMEngine:
-    """A vLLM engine that serves the arm and counts per request; `engine_kwargs` go before `defaults`."""
+    """A vLLM engine that serves the arm and counts per request; `engine_kwargs` go before `defaults`.
+
+    Raises:
+        ConfigError: vLLM takes what drafts for a draft of another method.
+    """
     kwargs: dict[str, Any] = defaults | dict(engine_kwargs) | {"disable_log_stats": False}
     if arm.speculates:  # vLLM refuses the setting where nothing speculates
         kwargs |= {"speculative_config": arm.speculative_config(), "per_request_spec_decode_metrics": "summary"}
-    return LLMEngine.from_engine_args(EngineArgs(**kwargs))
+    engine = LLMEngine.from_engine_args(EngineArgs(**kwargs))
+    _check_method(engine, arm)
+    return engine
+
+
+def _check_method(engine: LLMEngine, arm: Arm) -> None:
+    """vLLM guesses the method of some drafts by their architecture, and then the figures would be another arm's."""
+    wanted, served = arm.speculative_config(), engine.vllm_config.speculative_config
+    if wanted and (served is None or served.method != wanted["method"]):
+        found = served.method if served else "no speculation"
+        raise ConfigError(
+            f"evaluate.baselines.{arm.name}.method",
+            f"vLLM serves {arm.model or 'the target'} by {found}, not by {wanted['method']}",
+            "state the method that this draft was made for",
+        )
 
 
 def platform(engine: LLMEngine, target: str) -> dict[str, str]:

@@ -16,6 +16,8 @@ from components.evaluation.summary import (
     CHALLENGER,
     CHAMPION,
     HeadIdentity,
+    choose,
+    head_places,
     needed_arms,
     summarise,
     write_summary,
@@ -71,27 +73,30 @@ def preflight_stage(settings: Settings) -> Stage:
 
 def evaluation_stage(settings: Settings) -> Stage:
     """Measures every arm on real vLLM, one at a time, and compares them."""
-    for name in {CANDIDATE, CHAMPION, CHALLENGER} & settings.evaluate.baselines.keys():
-        raise ConfigError(
-            f"evaluate.baselines.{name}", "the name is taken by the head", "give the baseline another name"
-        )
+    for name in settings.evaluate.baselines:
+        if name in (CHAMPION, CHALLENGER) or name.startswith(CANDIDATE):
+            raise ConfigError(
+                f"evaluate.baselines.{name}", "the name is taken by the head", "give the baseline another name"
+            )
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
         from components.evaluation.tasks import WALKED, fresh_processes, measure_task, walk_task
 
         job = _job(settings, inputs, output)
-        candidate, champion = _candidate(settings, inputs), _champion(inputs["incumbent"])
+        candidates, champion = candidate_heads(settings, inputs), _champion(inputs["incumbent"])
         baselines = baseline_arms(settings.evaluate.baselines, draft_keys(inputs["drafts"]))
-        arms = needed_arms(baselines, candidate, champion)
+        arms = needed_arms(baselines, candidates[0], champion, *candidates[1:])
         with fresh_processes(job) as processes:
             for arm, with_speed in arms:
                 if not job.arm_file(arm.name).exists():
                     processes.run(f"evaluation: arm {arm.name}", measure_task, job, arm, with_speed)
+            results = {arm.name: load_result(job.arm_file(arm.name)) for arm, _ in arms}
+            candidate = choose(results, candidates, champion)
             if not output.join(WALKED).exists():
                 ks = {arm.num_speculative_tokens for arm, _ in arms if arm.model == str(candidate.folder)}
                 processes.run("evaluation: walks", walk_task, job, str(candidate.folder), tuple(sorted(ks)))
-        results = {arm.name: load_result(job.arm_file(arm.name)) for arm, _ in arms}
-        facts, differences = summarise(results, json.loads(output.join(WALKED).read_bytes()), candidate, champion)
+        walked = json.loads(output.join(WALKED).read_bytes())
+        facts, differences = summarise(results, walked, candidate, champion, len(candidates))
         write_summary(output.location, facts, differences)
         _warn(facts)
         output.report(_metrics(facts), 0)
@@ -125,9 +130,15 @@ def _job(settings: Settings, inputs: Mapping[str, Artifact], output: Output) -> 
     )
 
 
-def _candidate(settings: Settings, inputs: Mapping[str, Artifact]) -> HeadIdentity:
-    folder = inputs["head"].local(HEAD_FOLDER)
-    return HeadIdentity(head_digest(folder), settings.evaluate.num_speculative_tokens, folder)
+def candidate_heads(settings: Settings, inputs: Mapping[str, Artifact]) -> list[HeadIdentity]:
+    """The heads of the run, the best by walked AL first: arms `candidate`, `candidate_2`, ..."""
+    k, head = settings.evaluate.num_speculative_tokens, inputs["head"]
+    heads = []
+    for number, place in enumerate(head_places(head), 1):
+        name = CANDIDATE if number == 1 else f"{CANDIDATE}_{number}"
+        folder = head.local(place)
+        heads.append(HeadIdentity(head_digest(folder), k, folder, name, place))
+    return heads
 
 
 def _champion(incumbent: Artifact) -> HeadIdentity | None:
@@ -186,9 +197,9 @@ def tokens_of_arm(evaluate: Mapping[str, Any]) -> int:
 
 def _num_arms(settings: Settings, artifacts: Mapping[str, Artifact]) -> int:
     evaluate = settings.evaluate
-    num_arms = len(evaluate.baselines) + 1
+    num_arms = len(evaluate.baselines) + evaluate.candidates
     if "incumbent" in artifacts and (champion := artifacts["incumbent"].facts)["version"] is not None:
-        num_arms += 1 + (champion["num_speculative_tokens"] != evaluate.num_speculative_tokens)
+        num_arms += 1 + evaluate.candidates * (champion["num_speculative_tokens"] != evaluate.num_speculative_tokens)
     return num_arms
 
 

@@ -35,11 +35,41 @@ class HeadIdentity:
     num_speculative_tokens: int
     """The K that it is served with."""
     folder: Path | None = None
+    name: str = CANDIDATE
+    """Of its arm."""
+    place: str = "head"
+    """Of its folder in the output of the stage `head`."""
 
 
-def candidate_at(k: int) -> str:
-    """Name of the arm that measures the candidate at the champion's K."""
-    return f"{CANDIDATE}_at_k{k}"
+def candidate_at(k: int, name: str = CANDIDATE) -> str:
+    """Name of the arm that measures a candidate at the champion's K."""
+    return f"{name}_at_k{k}"
+
+
+def head_places(head: Artifact) -> list[str]:
+    """The folders of the heads in the output of the stage `head`; without candidates it has one."""
+    return list(head.facts.get("candidates", ["head"]))
+
+
+def chosen_place(evaluation: Artifact) -> str:
+    """The folder of the candidate that the evaluation chose, in the output of the stage `head`."""
+    return evaluation.facts["candidate"]["place"]
+
+
+def choose(
+    results: Mapping[str, ArmResult], candidates: Sequence[HeadIdentity], champion: HeadIdentity | None
+) -> HeadIdentity:
+    """The candidate with the best AL in vLLM: at the champion's K, or at its own where there is no champion."""
+
+    def acceptance_length(candidate: HeadIdentity) -> float:
+        k = champion.num_speculative_tokens if champion else candidate.num_speculative_tokens
+        return total(results[_arm_at(candidate, k)].records).acceptance_length or 0.0
+
+    return max(candidates, key=acceptance_length)
+
+
+def _arm_at(candidate: HeadIdentity, k: int) -> str:
+    return candidate.name if candidate.num_speculative_tokens == k else candidate_at(k, candidate.name)
 
 
 def summarise(
@@ -47,28 +77,36 @@ def summarise(
     walked: Mapping[str, Mapping[str, Any]],
     candidate: HeadIdentity,
     champion: HeadIdentity | None,
+    num_candidates: int = 1,
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """The facts of an evaluation, and every difference from plain decoding by arm (JSON both).
 
     Args:
-        results: By arm name; `none` and `candidate` are required.
+        results: By arm name; `none` and the candidate's are required.
         walked: `walked.json`.
-        candidate: The new head.
+        candidate: The new head, the one that was chosen.
         champion: The one it would replace.
+        num_candidates: Among how many it was chosen.
     """
     lossless = compare_with_plain(results)
     arms = {name: figures(result) | {"lossless": _counts(lossless.get(name))} for name, result in results.items()}
     k = str(candidate.num_speculative_tokens)
     facts: dict[str, Any] = {
         "num_prompts": len(results[NONE].answers),
-        "candidate": {"head_digest": candidate.digest, "num_speculative_tokens": candidate.num_speculative_tokens},
+        "candidate": {
+            "arm": candidate.name,
+            "place": candidate.place,
+            "head_digest": candidate.digest,
+            "num_speculative_tokens": candidate.num_speculative_tokens,
+            "chosen_among": num_candidates,
+        },
         "champion": champion
         and {"head_digest": champion.digest, "num_speculative_tokens": champion.num_speculative_tokens},
         "arms": arms,
         "bigram_walked_al": walked["bigram"][k]["al"],
-        "walked": _agreement(walked["head"][k]["al"], results[CANDIDATE]),
+        "walked": _agreement(walked["head"][k]["al"], results[candidate.name]),
         "speed_against_none": as_json(
-            compare_speed(results[CANDIDATE].tokens_per_s, results[NONE].tokens_per_s, Bootstrap())
+            compare_speed(results[candidate.name].tokens_per_s, results[NONE].tokens_per_s, Bootstrap())
         ),
     }
     if champion is not None:
@@ -93,9 +131,13 @@ def evaluation_verdict(evaluation: Artifact, policy: GateConfig) -> Verdict:
     facts = evaluation.facts
     results = {name: load_result(evaluation.join("arms", f"{name}.json")) for name in facts["arms"]}
     lossless = compare_with_plain(results)
-    candidate = _measured(CANDIDATE, [r for n, r in results.items() if n.startswith(CANDIDATE)], facts, lossless)
-    champion = _measured(CHAMPION, [results[CHAMPION]], facts, lossless) if facts["champion"] else None
-    return decide(candidate, champion, _measured(NONE, [results[NONE]], facts, lossless), policy)
+    head = facts["candidate"]
+    at_champions_k = candidate_at(facts["champion"]["num_speculative_tokens"], head["arm"]) if facts["champion"] else ""
+    ours = [result for name, result in results.items() if name in (head["arm"], at_champions_k)]
+    candidate = _measured(head["arm"], ours, head, lossless)
+    champion = _measured(CHAMPION, [results[CHAMPION]], facts["champion"], lossless) if facts["champion"] else None
+    plain = _measured(NONE, [results[NONE]], {}, lossless)
+    return decide(candidate, champion, plain, policy, head["chosen_among"])
 
 
 def write_summary(location: Location, facts: Mapping[str, Any], differences: Mapping[str, Any]) -> None:
@@ -104,11 +146,10 @@ def write_summary(location: Location, facts: Mapping[str, Any], differences: Map
 
 
 def _measured(
-    name: str, results: Sequence[ArmResult], facts: Mapping[str, Any], lossless: Mapping[str, Losslessness]
+    name: str, results: Sequence[ArmResult], head: Mapping[str, Any], lossless: Mapping[str, Losslessness]
 ) -> Measured:
     """What the gate sees of an arm; a candidate may come as several results, one a K, the served one among them."""
     served = next(result for result in results if result.arm.name == name)
-    head = facts.get(name) or {}
     faults = [lossless[r.arm.name].faults for r in results if r.arm.name in lossless]
     return Measured(
         name=name,
@@ -127,14 +168,14 @@ def _against_champion(
     results: Mapping[str, ArmResult], candidate: HeadIdentity, champion: HeadIdentity
 ) -> dict[str, Any]:
     k = champion.num_speculative_tokens
-    ours = results[CANDIDATE if candidate.num_speculative_tokens == k else candidate_at(k)]
+    ours = results[_arm_at(candidate, k)]
     theirs = results[CHAMPION]
     families = compare_acceptance_by_family(ours.records, theirs.records, Bootstrap())
     return {
         "num_speculative_tokens": k,
         "al": as_json(compare_acceptance(ours.records, theirs.records, Bootstrap())),
         "families": {family: as_json(comparison) for family, comparison in families.items()},
-        "speed": as_json(compare_speed(results[CANDIDATE].tokens_per_s, theirs.tokens_per_s, Bootstrap())),
+        "speed": as_json(compare_speed(results[candidate.name].tokens_per_s, theirs.tokens_per_s, Bootstrap())),
     }
 
 
@@ -163,16 +204,24 @@ def _counts(lossless: Losslessness | None) -> dict[str, int] | None:
 
 
 def needed_arms(
-    baselines: Sequence[Arm], candidate: HeadIdentity, champion: HeadIdentity | None
+    baselines: Sequence[Arm], candidate: HeadIdentity, champion: HeadIdentity | None, *others: HeadIdentity
 ) -> list[tuple[Arm, bool]]:
-    """The arms to measure, each with whether its speed is wanted; plain decoding first."""
+    """The arms to measure, each with whether its speed is wanted; plain decoding first.
+
+    Args:
+        baselines: Plain decoding first.
+        candidate: The new head.
+        champion: The one it would replace.
+        others: Further candidates of the same training run.
+    """
+    candidates = [candidate, *others]
     arms = [(arm, True) for arm in baselines]
-    arms.append((_head_arm(CANDIDATE, candidate, candidate.num_speculative_tokens), True))
+    arms += [(_head_arm(head.name, head, head.num_speculative_tokens), True) for head in candidates]
     if champion is not None:
         k = champion.num_speculative_tokens
         arms.append((_head_arm(CHAMPION, champion, k), True))
-        if k != candidate.num_speculative_tokens:
-            arms.append((_head_arm(candidate_at(k), candidate, k), False))
+        wider = [head for head in candidates if head.num_speculative_tokens != k]
+        arms += [(_head_arm(candidate_at(k, head.name), head, k), False) for head in wider]
     return arms
 
 

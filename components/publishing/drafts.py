@@ -45,7 +45,10 @@ def find_drafts(
 
 def draft_keys(drafts: Artifact) -> dict[str, dict[str, str]]:
     """By arm: `model`, and `revision` where there is one, for vLLM's speculative config."""
-    return {name: _keys(drafts.join(name).path, found) for name, found in drafts.facts["drafts"].items()}
+    return {
+        name: {"model": str(drafts.local(name))} if "version" in found else _keys(found)
+        for name, found in drafts.facts["drafts"].items()
+    }
 
 
 def without_paths(drafts: Drafts) -> Drafts:
@@ -59,9 +62,7 @@ def draft_label(found: Mapping[str, Any], num_characters: int) -> str:
     return f"{version}{found['digest'][:num_characters]}"
 
 
-def _keys(fetched: Path, found: Mapping[str, Any]) -> dict[str, str]:
-    if "version" in found:
-        return {"model": str(fetched)}
+def _keys(found: Mapping[str, Any]) -> dict[str, str]:
     if "path" in found:
         return {"model": found["path"]}
     return {"model": found["model"], "revision": found["digest"]}

@@ -39,7 +39,7 @@ class Evidence:
     @property
     def candidate(self) -> Mapping[str, Any]:
         """The new head's figures."""
-        return self.evaluation["arms"][CANDIDATE]
+        return self.evaluation["arms"][self.evaluation["candidate"]["arm"]]
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -98,7 +98,7 @@ def metrics_of(evidence: Evidence) -> dict[str, float | None]:
         figures |= {f"eval/{name}/{key}": arm[key] for key in keys}
         figures |= {f"eval/{name}/accepted_at_{i}": rate for i, rate in enumerate(arm["accepted_at"], 1)}
     figures["eval/bigram/walked_al"] = evidence.evaluation["bigram_walked_al"]
-    figures[f"eval/{CANDIDATE}/walked_al"] = evidence.evaluation["walked"]["al"]
+    figures[f"eval/{evidence.evaluation['candidate']['arm']}/walked_al"] = evidence.evaluation["walked"]["al"]
     for name, arm in evidence.ab["arms"].items():
         figures |= {f"ab/{name}/{key}": arm[key] for key in ("al", "requests", "errors")}
     for stage, rows in evidence.row_accounts():

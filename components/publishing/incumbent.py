@@ -1,7 +1,7 @@
 """The champion of the registry: found, described, and put on disk as a stage's output."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,8 @@ def missing_tags(version: ModelVersion) -> list[str]:
     return [tag for tag in wanted if tag not in version.tags]
 
 
-def find_incumbent(client: MlflowClient, name: str, candidate: Candidate) -> ModelVersion | None:
-    """The version that the candidate must beat: the champion, or what it replaced if the champion is this very candidate.
+def find_incumbent(client: MlflowClient, name: str, candidates: Sequence[Candidate]) -> ModelVersion | None:
+    """The version that the candidates of a run must beat: the champion, or what it replaced if the champion is one of them.
 
     So the same job that promoted a head finds, when it is repeated, the incumbent that it found before.
 
@@ -71,14 +71,14 @@ def find_incumbent(client: MlflowClient, name: str, candidate: Candidate) -> Mod
     champion = find_champion(client, name)
     if champion is None:
         return None
-    if champion.tags[registry.TARGET_DIGEST_TAG] != candidate.target_digest:
+    if any(champion.tags[registry.TARGET_DIGEST_TAG] != candidate.target_digest for candidate in candidates):
         raise ConfigError(
             "publish.name",
             f"the champion of {name}, version {champion.version}, drafts for another target "
             f"({champion.tags[registry.TARGET_MODEL_TAG]})",
             "give the heads of this target a name of their own",
         )
-    if not candidate.is_served_by(champion):
+    if not any(candidate.is_served_by(champion) for candidate in candidates):
         return champion
     replaced = registry.replaced_version(champion)
     return None if replaced is None else registry.find_version(client, name, replaced)

@@ -14,7 +14,7 @@ from mlflow.entities.model_registry import ModelVersion
 
 from components.evaluation.arms import refuse_synthetic
 from components.evaluation.gate import Reason, Verdict
-from components.evaluation.summary import CANDIDATE
+from components.evaluation.summary import chosen_place
 from components.publishing import registry
 from components.publishing.bundle import HEAD_FILES, seal_bundle
 from components.publishing.card import model_card
@@ -63,8 +63,9 @@ def build_bundle(evidence: Evidence, folder: Path) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     artifacts = evidence.artifacts
+    head = artifacts["head"].join(chosen_place(artifacts["evaluation"]))
     for name in HEAD_FILES:
-        (folder / name).write_bytes(artifacts["head"].join("head", name).read_bytes())
+        (folder / name).write_bytes(head.join(name).read_bytes())
     for stage in ("evaluation", "ab"):
         (folder / f"{stage}.json").write_bytes(artifacts[stage].join(f"{stage}.json").read_bytes())
     (folder / "provenance.json").write_text(_json(provenance(evidence)))
@@ -138,7 +139,7 @@ def version_tags(evidence: Evidence, bundle_sha256: str, tracker: Tracker) -> di
         registry.VLLM_TAG: evidence.vllm_version,
         registry.DATA_DIGEST_TAG: evidence.artifacts["features"].digest,
         registry.GIT_TAG: git_commit() or "unknown",
-        registry.AL_TAG: str(evidence.artifacts["evaluation"].facts["arms"][CANDIDATE]["al"]),
+        registry.AL_TAG: str(evidence.candidate["al"]),
         registry.VERDICT_TAG: "promote" if evidence.verdict.promote else "refuse",
         "aerie.run_key": tracker.run_key,
     }

@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 from components.config import ConfigError, Settings
 from components.evaluation.arms import check_baselines, refuse_synthetic, synthetic_arms
 from components.evaluation.gate import Reason, Verdict
-from components.evaluation.summary import evaluation_verdict
+from components.evaluation.summary import evaluation_verdict, head_places
 from components.forecast import Forecast
 from components.publishing.bundle import HEAD_FILES, digest_of_sums
 from components.publishing.drafts import Drafts, find_drafts, without_paths
@@ -45,9 +45,10 @@ def incumbent_stage(settings: Settings) -> Stage:
     """Fetches the registered head that the new one must beat: `incumbent.json`, and `head/` when there is one."""
 
     def look_up(inputs: Mapping[str, Artifact]) -> dict[str, Any]:
-        candidate = _candidate(settings, inputs)
+        candidates = _candidates(settings, inputs)
         with mlflow_errors(settings.mlflow.tracking_uri):
-            return describe(settings.publish.name, find_incumbent(_client(settings), settings.publish.name, candidate))
+            found = find_incumbent(_client(settings), settings.publish.name, candidates)
+        return describe(settings.publish.name, found)
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
         return _store(settings, look_up(inputs), "incumbent.json", output)
@@ -189,10 +190,14 @@ def _store(settings: Settings, description: Mapping[str, Any], file: str, output
     return Outcome(description)
 
 
-def _candidate(settings: Settings, inputs: Mapping[str, Artifact]) -> Candidate:
+def _candidates(settings: Settings, inputs: Mapping[str, Artifact]) -> list[Candidate]:
     files = inputs["head"].manifest["files"]
-    digest = digest_of_sums({name: files[f"head/{name}"]["sha256"] for name in HEAD_FILES})
-    return Candidate(digest, settings.evaluate.num_speculative_tokens, inputs["target"].facts["digest"])
+    digests = [
+        digest_of_sums({name: files[f"{place}/{name}"]["sha256"] for name in HEAD_FILES})
+        for place in head_places(inputs["head"])
+    ]
+    k, target = settings.evaluate.num_speculative_tokens, inputs["target"].facts["digest"]
+    return [Candidate(digest, k, target) for digest in digests]
 
 
 def _client(settings: Settings) -> MlflowClient:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from components.evaluation.gate import Verdict
-from components.publishing.evidence import CANDIDATE, Evidence
+from components.publishing.evidence import Evidence
 
 UNDEFINED = "–"
 KEY_SHOWN = 12
@@ -171,7 +171,7 @@ def stages_table(evidence: Evidence) -> Table:
 def headline(evidence: Evidence) -> list[tuple[str, str]]:
     """The few figures that say how the head does."""
     arms = evidence.evaluation["arms"]
-    ours = arms[CANDIDATE]
+    ours = evidence.candidate
     return [
         (f"AL at K={evidence.num_speculative_tokens}", number(ours["al"])),
         ("bigram table's walked AL", number(evidence.evaluation["bigram_walked_al"])),

@@ -13,7 +13,7 @@ from components.config import ConfigError, Settings
 from components.data.prompts import Prompt
 from components.evaluation.acceptance import RequestRecord, total
 from components.evaluation.arms import Arm, baseline_arm, head_arm, refuse_synthetic, synthetic_arms
-from components.evaluation.summary import CHALLENGER, CHAMPION, NONE
+from components.evaluation.summary import CHALLENGER, CHAMPION, NONE, chosen_place
 from components.forecast import Forecast
 from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys, draft_label
@@ -89,7 +89,7 @@ def ab_stage(settings: Settings) -> Stage:
 def ab_service(settings: Settings, inputs: Mapping[str, Artifact]) -> Service:
     """The control, the challenger, the others: the order decides their cores, so a new challenger leaves the control."""
     weight = settings.ab.challenger_weight
-    head = inputs["head"].local("head")
+    head = inputs["head"].local(chosen_place(inputs["evaluation"]))
     challenger = head_arm(CHALLENGER, head, settings.evaluate.num_speculative_tokens)
     control = _control(inputs["incumbent"], 1 - weight - sum(settings.ab.arms.values()))
     if control.name in settings.ab.arms:

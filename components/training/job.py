@@ -3,7 +3,7 @@
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,25 @@ class TrainingFailed(Exception):
     """Training ended without a head."""
 
 
+@dataclass(frozen=True)
+class Best:
+    """Which checkpoints are worth measuring: the `count` with the highest `figure`."""
+
+    count: int
+    figure: str
+
+    def keep(self) -> CheckpointConfig:
+        """Ray Train keeps these, and the last one, from which a killed run goes on."""
+        return CheckpointConfig(num_to_keep=self.count, checkpoint_score_attribute=self.figure)
+
+    def choose(self, checkpoints: Sequence[tuple[Checkpoint, Mapping[str, Any]]]) -> list[Checkpoint]:
+        """The best first; between equals the later one. One inside an epoch has no figure, and comes last."""
+        ordered = sorted(
+            checkpoints, key=lambda found: (found[1].get(self.figure, 0.0), found[1]["step"]), reverse=True
+        )
+        return [checkpoint for checkpoint, _ in ordered[: self.count]]
+
+
 @dataclass
 class ReportCallback(UserCallback):
     """Runs in Ray Train's controller: one log line and one set of MLflow figures a report."""
@@ -59,8 +78,12 @@ def run_training(
     resources: StageResources,
     folder: str,
     report: Callable[[Mapping[str, float], int], None],
-) -> Checkpoint:
-    """Train to the end, going on from the last checkpoint in `folder` (a path or s3://...); the last checkpoint comes back.
+    best: Best | None = None,
+) -> tuple[Checkpoint, list[Checkpoint]]:
+    """Train to the end, going on from the last checkpoint in `folder` (a path or s3://...).
+
+    Returns:
+        The last checkpoint; those that become heads: with `best` the best ones, the best first, else the last.
 
     Raises:
         TrainingFailed: a worker failed for good; the message has its error.
@@ -78,7 +101,7 @@ def run_training(
         run_config=RunConfig(
             name="head",
             storage_path=folder,
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
+            checkpoint_config=best.keep() if best else CheckpointConfig(num_to_keep=2),
             failure_config=FailureConfig(max_failures=MAX_WORKER_FAILURES),
             logging_config=LoggingConfig(log_level="WARNING"),  # Ray says every report too, at length
             callbacks=[ReportCallback(report)],
@@ -91,7 +114,7 @@ def run_training(
         raise TrainingFailed(f"training failed: {error}") from error
     if result.checkpoint is None:
         raise TrainingFailed("training ended without a checkpoint")
-    return result.checkpoint
+    return result.checkpoint, best.choose(result.best_checkpoints) if best else [result.checkpoint]
 
 
 def train_worker(job: dict[str, Any]) -> None:

@@ -18,24 +18,39 @@ from components.stage import Artifact, Outcome, Output
 from components.storage import Location
 from components.target.mask_token import choose_mask_token
 from components.target.stages import target_path
-from components.training.job import run_training
+from components.training.job import Best, run_training
 from components.training.setup import DocumentReader, HeadSpec, build_head, split_entries
 from components.training.state import Progress, load_weights, read_progress
 
 
 def train_head(settings: Settings, inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-    """Train to the end, going on from the last checkpoint, and export the head in vLLM's layout."""
-    spec = head_spec(settings, inputs)
-    checkpoint = run_training(spec, settings.train, settings.resources.train, output.join("_train").uri, output.report)
-    export = export_head.options(num_cpus=1).remote(
-        spec, settings.train.seed, checkpoint, output.join("head"), settings.target.dtype
+    """Train to the end, going on from the last checkpoint, and export the head, or the best ones, in vLLM's layout."""
+    spec, best = head_spec(settings, inputs), best_checkpoints(settings)
+    last, checkpoints = run_training(
+        spec, settings.train, settings.resources.train, output.join("_train").uri, output.report, best
     )
-    num_parameters = ray.get(export)
-    with checkpoint.as_directory() as folder:
+    places = ["head", *(f"candidates/{number}" for number in range(2, len(checkpoints) + 1))]
+    sizes = [
+        ray.get(
+            export_head.options(num_cpus=1).remote(
+                spec, settings.train.seed, checkpoint, output.join(place), settings.target.dtype
+            )
+        )  # one after another: each builds a whole head in memory
+        for place, checkpoint in zip(places, checkpoints, strict=True)
+    ]
+    with last.as_directory() as folder:
         progress = read_progress(Path(folder))
     lines = "".join(json.dumps(row) + "\n" for row in progress.history)
     output.join("curves.jsonl").write_bytes(lines.encode())
-    return Outcome(_facts(spec, settings, progress) | {"num_parameters": num_parameters})
+    facts = _facts(spec, settings, progress) | {"num_parameters": sizes[0]}
+    return Outcome(facts | ({"candidates": places} if best else {}))
+
+
+def best_checkpoints(settings: Settings) -> Best | None:
+    """Those with the best walked AL at serving's K, or at the deepest that is trained; None: the last one."""
+    k = min(settings.evaluate.num_speculative_tokens, settings.train.num_depths)
+    count = settings.evaluate.candidates
+    return Best(count, f"validation/walked_al_{k}") if count > 1 else None
 
 
 def head_spec(settings: Settings, inputs: Mapping[str, Artifact]) -> HeadSpec:

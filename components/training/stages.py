@@ -34,12 +34,21 @@ def head_stage(settings: Settings) -> Stage:
             "train": settings.train.model_dump(mode="json", exclude=NOT_IDENTITY),
             "num_layers": settings.draft.num_layers,
             "mask_token_id": settings.draft.mask_token_id,
+            **_candidates(settings),
         },
         inputs=("target", "features", "vocabulary"),
         plan=lambda artifacts: _plan(settings, artifacts),
         forecast=lambda known, expected: _forecast(settings, known, expected),
         tokens_done=lambda manifest: manifest["facts"]["tokens_per_s"] * manifest["facts"]["train_seconds"],
     )
+
+
+def _candidates(settings: Settings) -> dict[str, int]:
+    """Only where there are several: which checkpoints are exported."""
+    evaluate = settings.evaluate
+    if evaluate.candidates == 1:
+        return {}
+    return {"candidates": evaluate.candidates, "num_speculative_tokens": evaluate.num_speculative_tokens}
 
 
 def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:

@@ -159,6 +159,13 @@ def test_engines_that_no_arm_can_run_on_are_refused(stage: str, engine: str, fix
     assert fix in str(caught.value)
 
 
+def test_synthetic_acceptance_needs_a_gpu() -> None:
+    arm = "evaluate.baselines.x={method: ngram, num_speculative_tokens: 3, rejection_sample_method: synthetic, synthetic_acceptance_length: 2}"
+    assert load_settings(CONFIG, None, [arm, "resources.evaluate.num_gpus=1"])
+    with pytest.raises(ConfigError, match=r"needs a GPU.*Fix: set resources\.evaluate\.num_gpus"):
+        load_settings(CONFIG, None, [arm])
+
+
 def test_a_draft_is_spread_like_the_target_or_not_at_all() -> None:
     arm = "evaluate.baselines.x={method: eagle3, model: m, num_speculative_tokens: 3, draft_tensor_parallel_size: 4}"
     wide = [f"resources.{stage}.engine.tensor_parallel_size=4" for stage in ("evaluate", "ab")]

@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,17 @@ def pipeline_file(folder: Path) -> str:
 def options(folder: Path) -> list[str]:
     (folder / "empty.yaml").write_text("")
     return ["--config", str(folder / "empty.yaml"), "--set", f"storage.uri={folder}/storage"]
+
+
+def test_settings_that_a_later_stage_refuses_are_said_before_anything_runs(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise ConfigError("publish.name", "it is refused", "name another")
+
+    pipeline = make(tmp_path)
+    pipeline.stages = [*pipeline.stages[:-1], replace(pipeline.stages[-1], check=refuse)]
+    for attempt in (pipeline.run, pipeline.plan):
+        with pytest.raises(ConfigError, match=r"publish\.name: it is refused"):
+            attempt(Selection())
+    assert pipeline.made == []
+    pipeline.run(Selection(last="head"))
+    assert pipeline.made == ["answers", "words", "head"]

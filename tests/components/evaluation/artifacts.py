@@ -16,7 +16,9 @@ from tests.tiny import FIRST_ORDINARY_ID
 
 
 def make_artifact(stage: str, folder: Path, facts: dict[str, Any]) -> Artifact:
-    return Artifact(stage, Location(str(folder)), "fingerprint", {"facts": facts, "digest": f"digest of {stage}"})
+    return Artifact(
+        stage, Location(str(folder)), "fingerprint", {"facts": facts, "digest": f"digest of {stage}", "files": {}}
+    )
 
 
 def target_artifact(path: Path, vocab_size: int) -> Artifact:

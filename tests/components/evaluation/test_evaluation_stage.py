@@ -197,7 +197,7 @@ def test_the_gate_refuses_an_arm_that_is_not_valid(evaluation: Artifact) -> None
     assert [reason.check for reason in verdict.failures] == ["no errors"]
 
 
-@pytest.mark.parametrize("name", ["candidate", "champion", "challenger"])
+@pytest.mark.parametrize("name", ["candidate", "candidate_2", "champion", "challenger"])
 def test_a_baseline_cannot_take_the_heads_name(permutation_target: tuple[Path, list[int]], name: str) -> None:
     baselines = {"none": {"method": "none"}, name: {"method": "ngram", "num_speculative_tokens": 2}}
 

@@ -70,6 +70,32 @@ def test_equal_heads_are_hardly_ever_promoted_by_the_luck_of_the_prompts() -> No
     assert promoted <= 10  # one tail of a 95% interval is 2.5%
 
 
+def test_the_best_of_several_equal_heads_is_hardly_ever_promoted_either() -> None:
+    """Chosen by the same prompts that judge it, without the correction it passed 17 of 150 times."""
+    rng = np.random.default_rng(1)
+    promoted = {1: 0, 8: 0}
+    for seed in range(150):
+        champion = measured("champion", draw_records(rng, 0.3, spread=0.1))
+        heads = [measured("candidate", draw_records(rng, 0.3, spread=0.1)) for _ in range(8)]
+        best = max(
+            heads, key=lambda head: sum(r.accepted for r in head.records[3]) / sum(r.rounds for r in head.records[3])
+        )
+        policy = GateConfig(min_effect=0.0, task_margin=0.9, bootstrap_samples=600, seed=seed)
+        for assumed in promoted:
+            promoted[assumed] += decide(best, champion, NONE_ARM, policy, num_candidates=assumed).promote
+    assert promoted[8] <= 8 < promoted[1]
+
+
+def test_several_candidates_widen_the_interval_of_the_gain_and_not_of_the_harm() -> None:
+    records = [replace(r, accepted=5) if r.family == "maths" else replace(r, accepted=60) for r in steady(30)]
+    verdict = decide(measured("candidate", records), CHAMPION, NONE_ARM, POLICY, num_candidates=5)
+
+    said = {reason.check: reason.measured for reason in verdict.reasons}
+    assert "(99%)" in said["acceptance length at K=3"]
+    assert "(95%)" in said["family maths"]
+    assert failed(verdict) == ["family maths"]
+
+
 def test_a_head_with_noise_is_refused() -> None:
     verdict = decide(measured("candidate", steady(12)), CHAMPION, NONE_ARM, POLICY)
 

@@ -9,7 +9,14 @@ from components.config import GateConfig
 from components.evaluation.acceptance import RequestRecord
 from components.evaluation.arms import Arm, head_arm
 from components.evaluation.results import Answer, ArmResult, Speed, save_result
-from components.evaluation.summary import HeadIdentity, evaluation_verdict, needed_arms, summarise
+from components.evaluation.summary import (
+    HeadIdentity,
+    choose,
+    chosen_place,
+    evaluation_verdict,
+    needed_arms,
+    summarise,
+)
 from components.stage import Artifact
 from components.storage import Location
 from tests.components.evaluation.records import FAMILIES, make_record
@@ -71,6 +78,30 @@ def test_a_champion_with_another_k_adds_an_arm_without_a_speed_pass() -> None:
     ]
     assert len(needed_arms([NONE], CANDIDATE, HeadIdentity("old", 7, Path("/heads/old")))) == 3
     assert len(needed_arms([NONE], CANDIDATE, None)) == 2
+
+
+def test_the_candidate_with_the_best_al_at_the_champions_k_is_chosen_and_judged_as_one_of_two(tmp_path: Path) -> None:
+    second = HeadIdentity("second", 7, Path("/heads/second"), "candidate_2", "candidates/2")
+    measured = results(at_champions_k=32) | {
+        "candidate_2": result(head_arm("candidate_2", "/heads/second", 7), 50),
+        "candidate_2_at_k3": result(head_arm("candidate_2_at_k3", "/heads/second", 3), 40, None),
+    }
+    assert set(measured) == {arm.name for arm, _ in needed_arms([NONE], CANDIDATE, CHAMPION, second)}
+
+    assert choose(measured, [CANDIDATE, second], None) == CANDIDATE  # at its own K the first one is better
+    chosen = choose(measured, [CANDIDATE, second], CHAMPION)
+    assert chosen == second
+    for name, arm_result in measured.items():
+        save_result(arm_result, Location(str(tmp_path)).join("arms", f"{name}.json"))
+    facts, _ = summarise(measured, WALKED, chosen, CHAMPION, 2)
+
+    assert facts["candidate"]["arm"] == "candidate_2"
+    assert facts["against_champion"]["al"]["acceptance_length"] == pytest.approx(1.4)
+    artifact = Artifact("evaluation", Location(str(tmp_path)), "f", {"facts": facts, "digest": "d"})
+    assert chosen_place(artifact) == "candidates/2"
+    verdict = evaluation_verdict(artifact, GateConfig())
+    assert verdict.promote, verdict.failures
+    assert "(97.5%)" in next(r.measured for r in verdict.reasons if r.check == "acceptance length at K=3")
 
 
 def test_acceptance_is_compared_at_the_champions_k_and_speed_as_served(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from components.config import Settings, load_settings
 from components.evaluation.acceptance import RequestRecord
 from components.evaluation.arms import Arm, baseline_arms
 from components.evaluation.results import Answer, ArmResult, Speed, save_result
-from components.evaluation.summary import HeadIdentity, needed_arms, summarise, write_summary
+from components.evaluation.stages import candidate_heads
+from components.evaluation.summary import HeadIdentity, choose, needed_arms, summarise, write_summary
 from components.pipeline import Pipeline
 from components.publishing.bundle import head_digest
 from components.publishing.stages import incumbent_stage, publish_stage
@@ -90,10 +91,9 @@ def rehearsed_stages(
 def head_stage(settings: Settings, quality: float, on_stage: Callable[[str], None]) -> Stage:
     def run(inputs: Inputs, output: Output) -> Outcome:
         on_stage("head")
-        folder = output.join("head").path
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps({"quality": quality}))
-        save_file({"norm.weight": torch.full((8,), quality)}, folder / "model.safetensors")
+        places = ["head", *(f"candidates/{number}" for number in range(2, settings.evaluate.candidates + 1))]
+        for number, place in enumerate(places):
+            write_head(output.join(*place.split("/")).path, quality + 0.1 * number)
         rows = [
             {
                 "step": step,
@@ -107,24 +107,30 @@ def head_stage(settings: Settings, quality: float, on_stage: Callable[[str], Non
         output.join("curves.jsonl").write_bytes("".join(json.dumps(row) + "\n" for row in rows).encode())
         return Outcome(
             {"steps": 8, "train_seconds": 3.0, "tokens_per_s": 400.0, "validation": {"validation/loss": 2.0}}
+            | ({"candidates": places} if len(places) > 1 else {})
         )
 
     return Stage("head", run, {"quality": quality, "train": settings.train.model_dump(mode="json")})
 
 
+def write_head(folder: Path, quality: float) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"quality": quality}))
+    save_file({"norm.weight": torch.full((8,), quality)}, folder / "model.safetensors")
+
+
 def evaluation_stage(settings: Settings, on_stage: Callable[[str], None]) -> Stage:
     def run(inputs: Inputs, output: Output) -> Outcome:
         on_stage("evaluation")
-        k = settings.evaluate.num_speculative_tokens
-        folder = inputs["head"].join("head").path
-        candidate = HeadIdentity(head_digest(folder), k, folder)
-        champion = champion_of(inputs["incumbent"])
-        arms = needed_arms(baseline_arms(settings.evaluate.baselines), candidate, champion)
+        candidates, champion = candidate_heads(settings, inputs), champion_of(inputs["incumbent"])
+        baselines = baseline_arms(settings.evaluate.baselines)
+        arms = needed_arms(baselines, candidates[0], champion, *candidates[1:])
         results = {arm.name: measured(arm) for arm, _ in arms}
+        candidate = choose(results, candidates, champion)
         for name, result in results.items():
             save_result(result, output.join("arms", f"{name}.json"))
         walks = {str(arm.num_speculative_tokens): {"al": 1.5} for arm, _ in arms}
-        facts, differences = summarise(results, {"head": walks, "bigram": walks}, candidate, champion)
+        facts, differences = summarise(results, {"head": walks, "bigram": walks}, candidate, champion, len(candidates))
         write_summary(output.location, facts, differences)
         return Outcome(facts)
 

@@ -25,6 +25,7 @@ from tests.components.publishing.rehearsal import TARGET_DIGEST, rehearse
 COMMIT = "c0ffee" * 6 + "c0de"
 SYNTHETIC = [
     "evaluate.baselines.none.method=none",
+    "resources.evaluate.num_gpus=1",  # vLLM's CPU sampler has no synthetic acceptance
     "evaluate.baselines.load={method: ngram, num_speculative_tokens: 3, rejection_sample_method: synthetic, synthetic_acceptance_length: 2}",
 ]
 
@@ -46,7 +47,7 @@ def make_folder(folder: Path, *files: str) -> Path:
 
 
 def artifact(folder: Path, drafts: dict[str, Any]) -> Artifact:
-    return Artifact("drafts", Location(str(folder)), "f", {"facts": {"drafts": drafts}})
+    return Artifact("drafts", Location(str(folder)), "f", {"facts": {"drafts": drafts}, "files": {}, "digest": "d"})
 
 
 def test_a_folder_is_known_by_its_content_and_served_where_it_lies(tmp_path: Path) -> None:

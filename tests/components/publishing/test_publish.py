@@ -135,6 +135,25 @@ def test_a_better_head_replaces_the_champion_and_rollback_gives_it_back(
     assert rollback(heads).version == 2
 
 
+def test_the_best_of_several_candidates_is_published_and_its_job_stays_a_no_op(
+    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
+) -> None:
+    overrides = [f"publish.name={name}", "evaluate.candidates=3"]
+    first = run(tmp_path, mlflow_server, *overrides, quality=0.4)
+    assert facts(first)["verdict"] == "promote", facts(first)["reasons"]
+    chosen = first.artifacts["evaluation"].facts["candidate"]
+    assert (chosen["arm"], chosen["place"], chosen["chosen_among"]) == ("candidate_3", "candidates/3", 3)
+    assert set(first.artifacts["evaluation"].facts["arms"]) >= {"candidate", "candidate_2", "candidate_3"}
+    best = first.artifacts["head"].join("candidates", "3").path
+    assert head_digest(registry.download_version(client, name, 1, tmp_path / "download")) == head_digest(best)
+    assert aliases(client, name)["champion"] == "1"
+    assert run(tmp_path, mlflow_server, *overrides, quality=0.4).made == []
+    better = run(tmp_path, mlflow_server, *overrides, quality=0.7)
+    assert better.artifacts["incumbent"].facts["version"] == 1
+    assert "(98.3%)" in next(r["measured"] for r in facts(better)["reasons"] if "acceptance length" in r["check"])
+    assert aliases(client, name)["champion"] == "2"
+
+
 @pytest.mark.parametrize(
     ("overrides", "quality", "failed"),
     [

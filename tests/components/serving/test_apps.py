@@ -142,10 +142,11 @@ def stage_inputs(folder, drafts):
         "target": {"model": "m", "path": "/models/target"},
         "incumbent": {"version": None},
         "drafts": {"drafts": drafts},
+        "evaluation": {"candidate": {"place": "head"}},
     }
     return {
-        name: Artifact(name, Location(str(folder)), name, {"facts": facts.get(name, {})})
-        for name in ("target", "head", "incumbent", "drafts")
+        name: Artifact(name, Location(str(folder)), name, {"facts": facts.get(name, {}), "files": {}, "digest": name})
+        for name in ("target", "head", "incumbent", "drafts", "evaluation")
     }
 
 
