@@ -53,7 +53,7 @@ class Arm:
             config |= {"method": "eagle3", "parallel_drafting": True}
         if self.model is not None:
             config["model"] = self.model
-        return config | self.options
+        return {**config, **self.options}
 
 
 class SyntheticArm(ConfigError):
@@ -95,7 +95,7 @@ def baseline_arms(
 
 def baseline_arm(name: str, config: ArmConfig, draft: Mapping[str, str]) -> Arm:
     """Raises ConfigError where vLLM would take the draft for one of another method."""
-    stated = config.stated() | draft
+    stated = {**config.stated(), **draft}
     k, model = stated.pop("num_speculative_tokens", None), stated.pop("model", None)
     _refuse_a_guess(name, config.method, model)
     return Arm(name, config.method, k, model, stated)
