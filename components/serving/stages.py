@@ -41,6 +41,7 @@ NOT_IDENTITY = {
     "admin_token_file",
     "record_requests",
     "records_retention_days",
+    "experiment",
 }
 DIGEST_SHOWN = 12
 """Characters of a head's digest in headers and tables."""
