@@ -9,6 +9,7 @@ and worse in the others, by --effect, so AL is the same. `gain`: its AL is large
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -41,11 +42,18 @@ IDLE = 0.01
 """Share of the experiment after which a silent session is over."""
 
 
+class Kind(StrEnum):
+    """What the challenger is."""
+
+    SAME = "A/A"
+    SHIFTED = "shifted"
+    GAIN = "gain"
+
+
 @dataclass(frozen=True)
 class Case:
     scenario: Scenario
-    kind: str
-    """A/A, shifted or gain."""
+    kind: Kind
     effect: float
     requests: int
 
@@ -136,9 +144,9 @@ def _watch(
 
 def _treat(rng: np.random.Generator, sessions: Sessions, case: Case) -> Array:
     """Rounds of every session under the challenger."""
-    if case.kind == "shifted":
+    if case.kind == Kind.SHIFTED:
         return sessions.rounds * (1 + case.effect * rng.choice((-1, 1), sessions.rounds.shape))
-    return treat(sessions, case.effect)
+    return treat(sessions, case.effect) if case.kind == Kind.GAIN else sessions.rounds
 
 
 def _num_sessions(case: Case) -> int:
@@ -153,7 +161,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     records: Annotated[
         list[Path],
-        typer.Option("--records", help="JSONL of real requests to draw from. Repeatable; without: made-up ones."),
+        typer.Option(
+            "--records",
+            help="File of real requests to draw from (JSONL, or an arm of the evaluation). Repeatable; without: made up.",
+        ),
     ] = [],
     arm: Annotated[str | None, typer.Option(help="Draw from this arm's records only.")] = None,
     effect: Annotated[float, typer.Option(help="Share by which the better head's AL is larger.")] = 0.05,
@@ -162,6 +173,7 @@ def main(
     alpha: Annotated[float, typer.Option(help="Chance of a wrong promotion that the policy allows.")] = 0.05,
     min_effect: Annotated[float, typer.Option(help="Relative gain in AL that is worth a change.")] = 0.02,
     session_requests: Annotated[int, typer.Option(help="Requests of one session that count.")] = 20,
+    only: Annotated[list[Kind], typer.Option(help="Only this challenger. Repeatable.")] = list(Kind),
     seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
     result: Annotated[Path | None, typer.Option("--json", help="Where to write the rows.")] = None,
 ) -> None:
@@ -171,13 +183,7 @@ def main(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     policy = ExperimentConfig(alpha=alpha, min_effect=min_effect, session_requests=session_requests)
-    kinds = {"A/A": 0.0, "shifted": effect, "gain": effect}
-    cases = [
-        Case(scenario, kind, size, planned)
-        for planned in requests
-        for scenario in SCENARIOS
-        for kind, size in kinds.items()
-    ]
+    cases = [Case(scenario, kind, effect, planned) for planned in requests for scenario in SCENARIOS for kind in only]
     rows = [simulate(case, source, policy, replications, seed) for case in cases]
     Console().print(_table(rows, policy))
     if result is not None:
@@ -192,19 +198,12 @@ def main(
 
 
 def _table(rows: Sequence[Row], policy: ExperimentConfig) -> Table:
-    columns = (
-        "traffic",
-        "challenger",
-        "planned requests",
-        "promoted",
-        "95% interval",
-        "stopped for harm",
-        "requests used",
-    )
-    table = Table(*columns, title=f"Looks after every session, alpha {policy.alpha:g}")
+    columns = ("traffic", "challenger", "planned", "promoted [95% interval]", "harm", "used")
+    title = f"Share of the experiments with each end, looks after every session, alpha {policy.alpha:g}"
+    table = Table(*columns, title=title, caption="planned, used: requests; used until the decision (median)")
     for row in rows:
-        interval = f"{row.promoted_low:.2%} .. {row.promoted_high:.2%}"
-        cells = (f"{row.promoted:.2%}", interval, f"{row.stopped_for_harm:.2%}", f"{row.median_requests:.0f}")
+        promoted = f"{row.promoted:.1%} [{row.promoted_low:.1%}, {row.promoted_high:.1%}]"
+        cells = (promoted, f"{row.stopped_for_harm:.1%}", f"{row.median_requests:.0f}")
         table.add_row(row.scenario, row.kind, str(row.requests), *cells)
     return table
 

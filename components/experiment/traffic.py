@@ -90,7 +90,7 @@ class Sessions:
 
 
 def read_pool(paths: Sequence[Path], arm: str | None) -> Pool:
-    """Requests of one arm from JSONL records, of the A/B stage or of live traffic.
+    """Requests of one arm from records of the A/B stage, of live traffic or of the evaluation.
 
     Raises:
         ConfigError: too few of them speculated without an error.
@@ -155,10 +155,17 @@ def _draw(rng: np.random.Generator, counted: Array, pool: Pool) -> Sessions:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
+    """Requests of a JSONL file, or of an arm's file of the evaluation."""
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise ConfigError("--records", f"cannot read {path} ({error})", "name JSONL files of requests") from None
+        text = path.read_text()
+        if path.suffix == ".json":
+            return [answer["record"] for answer in json.loads(text)["answers"]]
+        return [json.loads(line) for line in text.splitlines()]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        problem = f"cannot read {path} ({error})"
+        raise ConfigError(
+            "--records", problem, "name files of requests: JSONL, or evaluation/.../arms/*.json"
+        ) from None
 
 
 def _task(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from scipy.stats import binom
 from typer.testing import CliRunner
 
 from components.config import ConfigError, ExperimentConfig
-from components.experiment.simulate import Case, app, simulate
+from components.experiment.simulate import Case, Kind, app, simulate
 from components.experiment.traffic import SCENARIOS, Synthetic, make_sessions, read_pool, treat
 
 POLICY = ExperimentConfig()
@@ -17,14 +17,14 @@ N = 200
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_alike_arms_are_promoted_at_most_alpha(scenario):
-    row = simulate(Case(scenario, "A/A", 0.0, 500), Synthetic(), POLICY, N, 0)
+    row = simulate(Case(scenario, Kind.SAME, 0.0, 500), Synthetic(), POLICY, N, 0)
     assert row.promoted * N <= binom.ppf(1 - 1e-6, N, POLICY.alpha)
     assert row.promoted_low <= row.promoted <= row.promoted_high
 
 
 def test_a_gain_is_found_and_a_loss_is_stopped():
     gain, loss = (
-        simulate(Case(SCENARIOS[0], "gain", effect, 600), Synthetic(), POLICY, N, 0) for effect in (0.15, -0.15)
+        simulate(Case(SCENARIOS[0], Kind.GAIN, effect, 600), Synthetic(), POLICY, N, 0) for effect in (0.15, -0.15)
     )
     assert gain.promoted > 0.95
     assert gain.median_requests < 600
@@ -33,7 +33,7 @@ def test_a_gain_is_found_and_a_loss_is_stopped():
 
 
 def test_the_same_seed_gives_the_same_row():
-    case = Case(SCENARIOS[1], "gain", 0.05, 300)
+    case = Case(SCENARIOS[1], Kind.GAIN, 0.05, 300)
     rows = [simulate(case, Synthetic(), POLICY, 50, seed) for seed in (3, 3, 4)]
     assert rows[0] == rows[1] != rows[2]
 
@@ -80,6 +80,13 @@ def test_the_command_draws_from_records_and_writes_what_it_shows(records, tmp_pa
     assert {row["kind"] for row in rows} == {"A/A", "shifted", "gain"}
     assert len(rows) == 3 * len(SCENARIOS)
     assert "promoted" in result.output
+
+
+def test_an_arm_of_the_evaluation_is_read_as_well(records, tmp_path):
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    evaluated = tmp_path / "candidate.json"
+    evaluated.write_text(json.dumps({"answers": [{"record": row, "text": ""} for row in rows]}))
+    assert read_pool([evaluated], None).tokens.tolist() == read_pool([records], None).tokens.tolist()
 
 
 def test_too_few_records_are_refused(records):
