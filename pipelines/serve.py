@@ -74,14 +74,14 @@ def define_experiment(settings: Settings) -> Sequence[Stage]:
     ]
 
 
-def conduct_experiment(pipeline: Pipeline, watch: bool) -> None:
+def conduct_experiment(pipeline: Pipeline, watch: bool, override: str | None) -> None:
     """Serves both heads and acts on what their traffic says; nothing when `--until` left one out."""
     if not {"champion", "challenger"} <= pipeline.artifacts.keys():
         return
     check_target(pipeline.artifacts["champion"], pipeline.artifacts["target"])
     connect_to_ray()
     try:
-        run_experiment(pipeline.settings, pipeline.storage, pipeline.artifacts, watch)
+        run_experiment(pipeline.settings, pipeline.storage, pipeline.artifacts, watch, override)
     except KeyboardInterrupt:
         print("interrupted: both heads go on serving; the same command goes on with the experiment", flush=True)
         raise typer.Exit(130) from None
@@ -103,6 +103,10 @@ def main(
         bool,
         typer.Option(help="Serve the challenger beside the champion until their traffic decides; promote or stop."),
     ] = False,
+    override: Annotated[
+        str | None,
+        typer.Option(help="With --experiment: why a challenger that the gate refused may be tried; kept as a tag."),
+    ] = None,
     watch: Annotated[bool, typer.Option(help="With --experiment: after a promotion watch AL and latency.")] = False,
 ) -> None:
     if watch and not experiment:
@@ -112,7 +116,7 @@ def main(
     if plan:
         return
     if experiment:
-        conduct_experiment(pipeline, watch)
+        conduct_experiment(pipeline, watch, override)
     else:
         serve_champion(pipeline)
 

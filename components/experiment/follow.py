@@ -6,6 +6,9 @@ from components.experiment.sessions import ended_at
 from components.serving.records import LiveRecord, decode_records
 from components.storage import Location
 
+PART = ".jsonl"
+"""Of finished parts; one that is being written has another end."""
+
 
 class Follower:
     """Gives every record once, from parts that appear, grow and are read again only when they have grown.
@@ -30,11 +33,8 @@ class Follower:
 
     def _grown(self) -> list[str]:
         grown = []
-        for name in self._location.files():
-            if name.split("/")[0] < self._first_day:
-                continue
-            size = self._location.join(name).size_bytes()
-            if self._sizes.get(name) != size:
+        for name, size in sorted(self._location.sizes_bytes().items()):
+            if name.endswith(PART) and name.split("/")[0] >= self._first_day and self._sizes.get(name) != size:
                 self._sizes[name] = size
                 grown.append(name)
         return grown

@@ -23,6 +23,7 @@ from components.experiment.table import findings_line, findings_table
 from components.experiment.watch import Alarm, Reference, Watch
 from components.publishing import registry
 from components.publishing.stages import registry_of
+from components.publishing.versions import check_verdict, find
 from components.serving.apps import Service
 from components.serving.deploy import deploy
 from components.serving.records import live_records
@@ -37,14 +38,30 @@ ARMS = Arms(CHALLENGER, CHAMPION)
 Weights = Mapping[str, float]
 
 
-def run_experiment(settings: Settings, storage: Location, artifacts: Mapping[str, Artifact], watch: bool) -> Action:
-    """Serves, looks, decides and acts; with `watch` goes on watching a promoted head until an alarm.
+def run_experiment(
+    settings: Settings,
+    storage: Location,
+    artifacts: Mapping[str, Artifact],
+    watch: bool = False,
+    override: str | None = None,
+) -> Action:
+    """Serves, looks, decides and acts.
+
+    Args:
+        settings: Of the run.
+        storage: Where records and journal are.
+        artifacts: `target`, `champion` and `challenger`.
+        watch: Go on watching a promoted head until there is an alarm.
+        override: Why a challenger that the gate refused may meet live traffic; kept as a tag when it is promoted.
 
     Raises:
-        ConfigError: the two heads cannot be compared, live records are off, or the plan changed.
+        ConfigError: the two heads cannot be compared, the gate refused the challenger, live records are off, or the plan changed.
         ChampionChanged: somebody else promoted another head meanwhile.
     """
     check_pair(artifacts)
+    heads = registry_of(settings, storage)
+    challenger = find(heads.client, heads.name, str(artifacts[CHALLENGER].facts["version"]))
+    check_verdict(challenger, override)
     records = live_records(settings, storage)
     if records is None:
         raise ConfigError("ab.record_requests", "an experiment reads the live records", "set it to true")
@@ -62,11 +79,13 @@ def run_experiment(settings: Settings, storage: Location, artifacts: Mapping[str
         with _shown(journal) as show:
             decision, _ = conduct(journal, ARMS, records, lambda: ask_health(address), show)
         action = decision.action
-    act(action, journal, serve, registry_of(settings, storage))
-    if watch and action == Action.PROMOTE:
+    act(action, journal, serve, heads)
+    if action == Action.PROMOTE and override:
+        heads.client.set_model_version_tag(heads.name, challenger.version, registry.OVERRIDE_TAG, override)
+    if action == Action.PROMOTE and watch:
         alarms = keep_watch(journal, records, settings)
         if settings.ab.watch.rollback:
-            roll_back(journal, serve, registry_of(settings, storage), alarms)
+            roll_back(journal, serve, heads, alarms)
     return action
 
 
