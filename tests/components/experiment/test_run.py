@@ -1,5 +1,7 @@
 """What follows from a decision: traffic, then the alias in a real registry; and pairs that cannot be compared."""
 
+import uuid
+
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -17,15 +19,20 @@ from components.storage import Location
 ALARMS = [Alarm("acceptance length", "2.1", "2.5")]
 
 
+def add_version(client, name, alias):
+    run_id = client.create_run("0").info.run_id
+    version = client.create_model_version(name, f"runs:/{run_id}/bundle", run_id)
+    client.set_registered_model_alias(name, alias, version.version)
+
+
 @pytest.fixture
-def heads(mlflow_server, tmp_path, request):
+def heads(mlflow_server, tmp_path):
     """Version 1 is the champion, version 2 the challenger."""
     client = MlflowClient(mlflow_server, mlflow_server)
-    name = f"heads-{request.node.name}"
+    name = f"heads-{uuid.uuid4().hex}"
     client.create_registered_model(name)
     for alias in (CHAMPION, CHALLENGER):
-        version = client.create_model_version(name, f"file:///{alias}")
-        client.set_registered_model_alias(name, alias, version.version)
+        add_version(client, name, alias)
     return Registry(client, name, Location(str(tmp_path / "_lease.json")), 60.0)
 
 
@@ -58,8 +65,7 @@ def test_a_promotion_moves_traffic_and_alias_and_may_be_repeated(heads, journal)
 
 
 def test_somebody_elses_champion_is_left_alone(heads, journal):
-    third = heads.client.create_model_version(heads.name, "file:///third")
-    heads.client.set_registered_model_alias(heads.name, CHAMPION, third.version)
+    add_version(heads.client, heads.name, CHAMPION)
     served = []
     with pytest.raises(ChampionChanged):
         act(Action.PROMOTE, journal, served.append, heads)
