@@ -209,6 +209,44 @@ class EvaluateConfig(Section):
         return self
 
 
+class ExperimentConfig(Section):
+    alpha: Annotated[float, Field(gt=0.0, le=0.2)] = 0.05
+    """Largest chance that a head which is no better is promoted, whenever one looks; likewise of a wrong stop."""
+    min_effect: Annotated[float, Field(ge=0.0)] = 0.02
+    """Relative gain in AL that is worth a change."""
+    min_sessions: Count = 100
+    """Sessions of both arms before the first decision on AL."""
+    max_requests: Count = 2000
+    """Requests of both arms after which the experiment ends, undecided or not."""
+    session_idle_s: Annotated[float, Field(gt=0.0)] = 300.0
+    """A session that is silent for this long is over: it counts then, once."""
+    session_requests: Count = 20
+    """A session counts with its first so many requests, so that one client cannot decide alone."""
+    guardrail_sessions: Count = 20
+    """Sessions of both arms before the first decision on errors and latency."""
+    max_error_increase: Share = 0.01
+    """The challenger's share of failed requests may be larger by this much."""
+    max_latency_increase: Annotated[float, Field(ge=0.0)] = 0.25
+    """The challenger's 95th percentile of a request's time may be larger by this share."""
+    max_tpot_increase: Annotated[float, Field(ge=0.0)] = 0.1
+    """The challenger's time per output token may be larger by this share."""
+    poll_s: Annotated[float, Field(gt=0.0)] = 5.0
+    """Seconds between two looks."""
+
+
+class WatchConfig(Section):
+    sessions: Annotated[int, Field(ge=20)] = 200
+    """Sessions of a window, which is tested once."""
+    al_drop: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    """Alarm when AL is lower than in the experiment by more than this share, beyond doubt."""
+    latency_increase: Annotated[float, Field(ge=0.0)] = 0.25
+    """Alarm when the 95th percentile of a request's time is larger by more than this share, beyond doubt."""
+    level: Annotated[float, Field(gt=0.0, le=0.05)] = 0.001
+    """Chance that a window of a sound champion gives an alarm."""
+    rollback: bool = False
+    """On an alarm give traffic and alias back to the champion before; false: only say so."""
+
+
 class AbConfig(Section):
     requests: Count = 20
     """Replayed held-out requests."""
@@ -240,6 +278,10 @@ class AbConfig(Section):
     """Write one line a live request, without its text, to `live/` in the storage."""
     records_retention_days: Count | None = 30
     """Live records of older days are removed; null: never."""
+    experiment: ExperimentConfig = ExperimentConfig()
+    """`pipelines/serve.py --experiment`."""
+    watch: WatchConfig = WatchConfig()
+    """`pipelines/serve.py --experiment --watch`: after the promotion."""
 
 
 class GateConfig(Section):

@@ -29,7 +29,7 @@ log = logging.getLogger("aerie")
 FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 BETWEEN_STAGES_S = 600.0
 """A run that has just finished a stage holds no lease until the next one starts."""
-NAMES_ITS_VERSION = ("publish", "champion")
+NAMES_ITS_VERSION = ("publish", "champion", "challenger")
 """Stages whose output belongs to the registered version that its facts name."""
 
 Place = tuple[str, str]

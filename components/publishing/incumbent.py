@@ -39,16 +39,21 @@ class Candidate:
 
 
 def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
-    """The champion; None when there is none.
+    """The champion; None when there is none. Raises as `find_described`."""
+    return find_described(client, name, registry.CHAMPION)
+
+
+def find_described(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
+    """The version that holds `alias`; None when there is none.
 
     Raises:
         ConfigError: the alias is at a version that does not say what it is.
     """
-    version = registry.champion(client, name)
+    version = registry.find_alias(client, name, alias)
     if version is not None and (missing := missing_tags(version)):
         raise ConfigError(
             "publish.name",
-            f"the champion of {name}, version {version.version}, lacks the tag {missing[0]}: it is no head of this project",
+            f"the {alias} of {name}, version {version.version}, lacks the tag {missing[0]}: it is no head of this project",
             "move the alias to a version that a run registered, or choose another name",
         )
     return version

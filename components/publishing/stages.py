@@ -1,4 +1,4 @@
-"""The stages `incumbent` (the head to beat), `drafts` (what other arms draft with), `publish`, and `champion` (the head to serve)."""
+"""The stages `incumbent` (the head to beat), `drafts` (what other arms draft with), `publish`, and the heads to serve."""
 
 import json
 import tempfile
@@ -17,9 +17,9 @@ from components.forecast import Forecast
 from components.publishing.bundle import HEAD_FILES, digest_of_sums
 from components.publishing.drafts import Drafts, find_drafts, without_paths
 from components.publishing.evidence import Evidence, verdict_json
-from components.publishing.incumbent import Candidate, describe, find_champion, find_incumbent, store_head
+from components.publishing.incumbent import Candidate, describe, find_described, find_incumbent, store_head
 from components.publishing.publication import champion_twin, check_twin, publish
-from components.publishing.registry import Registry
+from components.publishing.registry import CHALLENGER, CHAMPION, Registry
 from components.publishing.run_log import mlflow_errors
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
@@ -94,25 +94,12 @@ def drafts_stage(settings: Settings) -> Stage:
 
 def champion_stage(settings: Settings) -> Stage:
     """Fetches the champion to serve: `champion.json` and `head/`."""
+    return _alias_stage(settings, CHAMPION, "run pipelines/full.py until a head passes the gate, or name another model")
 
-    def look_up() -> dict[str, Any]:
-        with mlflow_errors(settings.mlflow.tracking_uri):
-            found = find_champion(_client(settings), settings.publish.name)
-        if found is None:
-            raise ConfigError(
-                "publish.name",
-                f"{settings.publish.name} has no champion",
-                "run pipelines/full.py until a head passes the gate, or name another model",
-            )
-        return describe(settings.publish.name, found)
 
-    return Stage(
-        name="champion",
-        run=lambda inputs, output: _store(settings, look_up(), "champion.json", output),
-        config={"name": settings.publish.name},
-        extra=lambda: {"version": look_up()["version"]},
-        plan=lambda artifacts: f"download the champion of {settings.publish.name}",
-    )
+def challenger_stage(settings: Settings) -> Stage:
+    """Fetches the latest registered head, to serve it beside the champion: `challenger.json` and `head/`."""
+    return _alias_stage(settings, CHALLENGER, "run pipelines/full.py to register a head, or name another model")
 
 
 def publish_stage(settings: Settings) -> Stage:
@@ -151,6 +138,23 @@ def registry_of(settings: Settings, storage: Location) -> Registry:
     name = settings.publish.name
     lease = storage.join("registry", name, LEASE)
     return Registry(_client(settings), name, lease, settings.storage.lease_ttl_s)
+
+
+def _alias_stage(settings: Settings, alias: str, fix: str) -> Stage:
+    def look_up() -> dict[str, Any]:
+        with mlflow_errors(settings.mlflow.tracking_uri):
+            found = find_described(_client(settings), settings.publish.name, alias)
+        if found is None:
+            raise ConfigError("publish.name", f"{settings.publish.name} has no {alias}", fix)
+        return describe(settings.publish.name, found)
+
+    return Stage(
+        name=alias,
+        run=lambda inputs, output: _store(settings, look_up(), f"{alias}.json", output),
+        config={"name": settings.publish.name},
+        extra=lambda: {"version": look_up()["version"]},
+        plan=lambda artifacts: f"download the {alias} of {settings.publish.name}",
+    )
 
 
 def _publish(settings: Settings, inputs: Mapping[str, Artifact], output: Output, tracker: Tracker) -> Outcome:

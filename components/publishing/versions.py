@@ -80,7 +80,7 @@ def promote_by_hand(heads: Registry, which: str, override: str | None) -> Promot
     """
     client = heads.client
     version, champion = find(client, heads.name, which), registry.champion(client, heads.name)
-    _check_verdict(version, override)
+    check_verdict(version, override)
     _check_al(version, override)
     if champion is not None:
         _check_target(version, champion)
@@ -88,6 +88,16 @@ def promote_by_hand(heads: Registry, which: str, override: str | None) -> Promot
     if override:
         client.set_model_version_tag(heads.name, version.version, registry.OVERRIDE_TAG, override)
     return registry.promote(heads, int(version.version), int(champion.version) if champion else None)
+
+
+def check_verdict(version: ModelVersion, override: str | None) -> None:
+    """Raises ConfigError for a version that the gate refused or never saw, unless `override` says why it may serve all the same."""
+    verdict = version.tags.get(registry.VERDICT_TAG, "unknown")
+    if verdict != "promote" and not override:
+        said = "the gate refused it" if verdict == "refuse" else "no gate has seen it"
+        raise ConfigError(
+            "VERSION", f"{version.name} version {version.version}: {said}", "say why with --override 'REASON'"
+        )
 
 
 def _row(version: ModelVersion, installed_vllm: str | None) -> VersionRow:
@@ -114,15 +124,6 @@ def _al(version: ModelVersion) -> float | None:
     except ValueError:
         return None
     return al if math.isfinite(al) else None
-
-
-def _check_verdict(version: ModelVersion, override: str | None) -> None:
-    verdict = version.tags.get(registry.VERDICT_TAG, "unknown")
-    if verdict != "promote" and not override:
-        said = "the gate refused it" if verdict == "refuse" else "no gate has seen it"
-        raise ConfigError(
-            "VERSION", f"{version.name} version {version.version}: {said}", "say why with --override 'REASON'"
-        )
 
 
 def _check_al(version: ModelVersion, override: str | None) -> None:

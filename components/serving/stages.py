@@ -42,6 +42,8 @@ NOT_IDENTITY = {
     "admin_token_file",
     "record_requests",
     "records_retention_days",
+    "experiment",
+    "watch",
 }
 DIGEST_SHOWN = 12
 """Characters of a head's digest in headers and tables."""
@@ -101,8 +103,13 @@ def ab_service(settings: Settings, inputs: Mapping[str, Artifact]) -> Service:
 
 def champion_arm(champion: Artifact, weight: float) -> ServedArm:
     """The registered champion as an arm; its responses name version and digest."""
-    facts = champion.facts
-    arm = head_arm(CHAMPION, champion.local("head"), facts["num_speculative_tokens"])
+    return registered_arm(CHAMPION, champion, weight)
+
+
+def registered_arm(name: str, version: Artifact, weight: float) -> ServedArm:
+    """A registered head as the arm `name`."""
+    facts = version.facts
+    arm = head_arm(name, version.local("head"), facts["num_speculative_tokens"])
     return ServedArm(arm, weight, f"v{facts['version']}-{facts['head_digest'][:DIGEST_SHOWN]}")
 
 

@@ -10,8 +10,13 @@ import psutil
 import pytest
 from ray import serve
 
+from components.config import ExperimentConfig
 from components.evaluation.acceptance import RequestRecord, total
 from components.evaluation.arms import head_arm
+from components.experiment.conduct import ask_health, conduct
+from components.experiment.journal import Plan, open_journal
+from components.experiment.monitor import Arms
+from components.experiment.policy import Action
 from components.serving.apps import ServedArm
 from components.serving.assignment import assign
 from components.serving.deploy import deploy, teardown
@@ -241,6 +246,31 @@ def test_an_arm_that_cannot_start_says_why_and_the_others_serve_on(deployed, cli
     assert set(arms_of(client).values()) == {"none", "challenger"}
     deploy(deployed.service)
     assert set(client.get("/health").json()["arms"]) == {"none", "challenger"}
+    assert arm_processes() == before
+
+
+def test_an_experiment_reads_what_the_router_records_and_traffic_follows_its_end(deployed, client, tmp_path):
+    """The control never speculates, so there is nothing to gain: the planned end is the end."""
+    records = Location(str(tmp_path / "live"))
+    before = arm_processes()
+    deploy(dataclasses.replace(deployed.service, records=records))
+    policy = ExperimentConfig(max_requests=len(SESSIONS), session_idle_s=60, poll_s=0.2)
+    plan = Plan("heads", 2, 1, "d" * 64, policy.model_dump(mode="json"), time.time())
+    journal = open_journal(Location(str(tmp_path)), plan)
+    expected = arms_of(client)
+    arms = Arms("challenger", "none")
+    decision, monitor = conduct(
+        journal, arms, records, lambda: ask_health(deployed.service.address), lambda *look: None
+    )
+    found = monitor.findings()
+    assert decision.action == Action.STOP_FUTILE
+    assert found.sessions == {name: list(expected.values()).count(name) for name in ("challenger", "none")}
+    assert found.al["challenger"] >= 1
+    assert found.al["none"] is None
+    assert list(journal.shares.values()) == [0.5]
+    deploy(reweighted(deployed, none=1.0, challenger=0.0))
+    assert set(arms_of(client).values()) == {"none"}
+    deploy(deployed.service)
     assert arm_processes() == before
 
 

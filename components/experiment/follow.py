@@ -1,0 +1,45 @@
+"""Reading live records while they are being written."""
+
+from datetime import UTC, datetime
+
+from components.experiment.sessions import ended_at
+from components.serving.records import LiveRecord, decode_records
+from components.storage import Location
+
+PART = ".jsonl"
+"""Of finished parts; one that is being written has another end."""
+
+
+class Follower:
+    """Gives every record once, from parts that appear, grow and are read again only when they have grown.
+
+    Args:
+        location: Folder of the records.
+        since: Unix time in seconds; requests that began before are left out.
+    """
+
+    def __init__(self, location: Location, since: float) -> None:
+        self._location = location
+        self._since = since
+        self._first_day = f"{datetime.fromtimestamp(since, UTC):%Y-%m-%d}"
+        self._sizes: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
+        """Records of each part that were given."""
+
+    def new(self) -> list[LiveRecord]:
+        """What has come since the last call, in the order in which the requests ended."""
+        found = [record for name in self._grown() for record in self._rest(name)]
+        return sorted((record for record in found if record.started_at >= self._since), key=ended_at)
+
+    def _grown(self) -> list[str]:
+        grown = []
+        for name, size in sorted(self._location.sizes_bytes().items()):
+            if name.endswith(PART) and name.split("/")[0] >= self._first_day and self._sizes.get(name) != size:
+                self._sizes[name] = size
+                grown.append(name)
+        return grown
+
+    def _rest(self, name: str) -> list[LiveRecord]:
+        records = decode_records(self._location.join(name).read_bytes())
+        seen, self._seen[name] = self._seen.get(name, 0), len(records)
+        return records[seen:]

@@ -1,0 +1,128 @@
+"""What to do after a look: a pure function from findings and policy to a decision with reasons.
+
+In this order: stop for harm when a guardrail's lower bound passes its limit or AL's upper bound is below 0; promote when AL's lower bound is
+above 0, its estimate at least `min_effect`, and nothing speaks against it; stop as futile when AL's upper bound is below `min_effect`, or at
+the planned end; else continue.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from components.config import ExperimentConfig
+from components.evaluation.gate import Reason
+from components.experiment.difference import Array, Bounds
+
+
+class Action(StrEnum):
+    CONTINUE = "continue"
+    PROMOTE = "promote"
+    STOP_HARM = "stop: harm"
+    STOP_FUTILE = "stop: futile"
+
+
+@dataclass(frozen=True)
+class Guardrail:
+    """A figure that the challenger may not worsen by more than `limit`."""
+
+    name: str
+    challenger: float | None
+    control: float | None
+    excess: Bounds
+    """Of the challenger's figure over the control's, after what it may be worse by was taken off where `limit` is 0."""
+    limit: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything known at a look."""
+
+    requests: int
+    sessions: Mapping[str, int]
+    """That are over, by assigned arm."""
+    al: Mapping[str, float | None]
+    """By assigned arm, summed first and divided once; None without a round."""
+    difference: Bounds
+    """Of AL, challenger - control."""
+    guardrails: tuple[Guardrail, ...]
+    dealt_as_weighted: bool
+    """Whether the sessions' arms agree with the weights."""
+    last: bool
+    """The planned requests have been made."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    action: Action
+    reasons: tuple[Reason, ...]
+
+    @property
+    def is_final(self) -> bool:
+        return self.action != Action.CONTINUE
+
+
+def decide(findings: Findings, control: str, policy: ExperimentConfig) -> Decision:
+    """The action that the findings call for.
+
+    Args:
+        findings: Of this look.
+        control: Name of the control's arm in them.
+        policy: The margins.
+    """
+    al = findings.al.get(control)
+    length = math.nan if al is None else al
+    bounds = findings.difference
+    reasons = (_gain(bounds, length, policy), *map(_guardrail, findings.guardrails), _dealt(findings))
+    if is_harm(bounds) or not all(_guardrail(guardrail).passed for guardrail in findings.guardrails):
+        return Decision(Action.STOP_HARM, reasons)
+    if all(reason.passed for reason in reasons):
+        return Decision(Action.PROMOTE, reasons)
+    if findings.last:
+        end = Reason("planned end", False, f"{findings.requests} requests", f"a gain within {policy.max_requests}")
+        return Decision(Action.STOP_FUTILE, (*reasons, end))
+    if is_futile(bounds, length, policy):
+        return Decision(Action.STOP_FUTILE, reasons)
+    return Decision(Action.CONTINUE, reasons)
+
+
+def is_gain(difference: Bounds, control_al: Array | float, policy: ExperimentConfig) -> Array:
+    """AL is larger beyond doubt, and the estimate is worth a change. Arrays give an array."""
+    return np.asarray((difference.low > 0) & (difference.estimate >= policy.min_effect * control_al))
+
+
+def is_harm(difference: Bounds) -> Array:
+    """AL is smaller beyond doubt."""
+    return np.asarray(difference.high < 0)
+
+
+def is_futile(difference: Bounds, control_al: Array | float, policy: ExperimentConfig) -> Array:
+    """AL is not larger by what is worth a change, beyond doubt."""
+    return np.asarray(difference.high < policy.min_effect * control_al)
+
+
+def _gain(bounds: Bounds, length: float, policy: ExperimentConfig) -> Reason:
+    measured = f"{float(bounds.estimate):+.3f} [{float(bounds.low):+.3f}, {float(bounds.high):+.3f}]"
+    if math.isfinite(length):
+        measured += f" on {length:.3f} ({float(bounds.estimate) / length:+.1%})"
+    required = f"lower bound above 0, estimate at least {policy.min_effect:+.1%}"
+    return Reason("acceptance length", bool(is_gain(bounds, length, policy)), measured, required)
+
+
+def _guardrail(guardrail: Guardrail) -> Reason:
+    excess = float(guardrail.excess.low)
+    measured = f"{_number(guardrail.challenger)} against {_number(guardrail.control)}, excess at least {excess:+.4f}"
+    return Reason(guardrail.name, not excess > guardrail.limit, measured, f"excess not beyond {guardrail.limit:.4g}")
+
+
+def _dealt(findings: Findings) -> Reason:
+    measured = ", ".join(f"{name} {count}" for name, count in findings.sessions.items())
+    return Reason(
+        "sessions dealt as weighted", findings.dealt_as_weighted, measured, "counts that agree with the weights"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"

@@ -1,0 +1,93 @@
+"""From live records to the sessions of an experiment: each counts once, when it is over, with the arm that the weights gave it.
+
+A session belongs to the weight epoch in which it began. It is over when it has been silent for `session_idle_s`, has made
+`session_requests`, or comes again under other weights; what it does later does not count. Copies (`shadow`) and requests whose client named the
+arm (`forced`) were not randomised and are no part of it.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from components.config import ExperimentConfig
+from components.serving.records import LiveRecord
+
+
+@dataclass
+class Session:
+    """One session so far."""
+
+    key: str
+    arm: str
+    """Assigned, whoever answered."""
+    epoch: int
+    records: list[LiveRecord] = field(default_factory=list)
+    last_at: float = 0.0
+    """Unix time in seconds at which its last request ended."""
+
+
+class Ledger:
+    """Sorts records into sessions and says when one is over.
+
+    Args:
+        arms: Of the experiment; sessions of others are left out.
+        policy: When a session is over.
+    """
+
+    def __init__(self, arms: Iterable[str], policy: ExperimentConfig) -> None:
+        self._arms = frozenset(arms)
+        self._policy = policy
+        self._open: dict[str, Session] = {}
+        self._over: set[str] = set()
+        self.requests = 0
+        """Randomised requests to the arms."""
+        self.uncounted = 0
+        """Those of them that came after their session was over."""
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def takes(self, record: LiveRecord) -> bool:
+        """Whether the request is part of the experiment."""
+        return not record.shadow and not record.forced and record.assigned_arm in self._arms
+
+    def begins(self, record: LiveRecord) -> bool:
+        """Whether it is the first one of its session."""
+        return self.takes(record) and record.session not in self._open and record.session not in self._over
+
+    def add(self, record: LiveRecord) -> Iterator[Session]:
+        """Takes one record, in the order in which requests end; yields the session if this ends it."""
+        if not self.takes(record):
+            return
+        self.requests += 1
+        session = self._open.get(record.session)
+        if session is not None and record.weight_epoch != session.epoch:
+            yield self._end(session)
+        if record.session in self._over:
+            self.uncounted += 1
+            return
+        session = self._open.setdefault(
+            record.session, Session(record.session, record.assigned_arm, record.weight_epoch)
+        )
+        session.records.append(record)
+        session.last_at = ended_at(record)
+        if len(session.records) >= self._policy.session_requests:
+            yield self._end(session)
+
+    def silent(self, now: float) -> list[Session]:
+        """Ends the sessions that have been silent for too long at `now` (Unix time in seconds)."""
+        limit = now - self._policy.session_idle_s
+        return [self._end(session) for session in list(self._open.values()) if session.last_at < limit]
+
+    def close(self) -> list[Session]:
+        """Ends all that are open."""
+        return [self._end(session) for session in list(self._open.values())]
+
+    def _end(self, session: Session) -> Session:
+        del self._open[session.key]
+        self._over.add(session.key)
+        return session
+
+
+def ended_at(record: LiveRecord) -> float:
+    return record.started_at + record.duration_s

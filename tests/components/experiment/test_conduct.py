@@ -1,0 +1,107 @@
+"""A live experiment against records that are being written: it ends by itself, and an interrupted one goes on."""
+
+import json
+import threading
+import time
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from components.config import ConfigError, ExperimentConfig
+from components.experiment.conduct import conduct, live_weight, note_weights
+from components.experiment.journal import Plan, open_journal
+from components.experiment.monitor import Arms
+from components.experiment.policy import Action
+from components.experiment.table import findings_line, findings_table
+from components.serving.records import RecordWriter
+from components.storage import Location
+from tests.components.experiment.records import CHALLENGER, CONTROL, EPOCH, live_traffic
+
+ARMS = Arms(CHALLENGER, CONTROL)
+POLICY = ExperimentConfig(min_sessions=40, max_requests=400, session_idle_s=0.3, poll_s=0.05)
+HEALTH = {
+    "weight_epoch": EPOCH,
+    "arms": {name: {"weight": 0.5, "state": "serving"} for name in (CHALLENGER, CONTROL)},
+}
+
+
+def plan(started_at, policy=POLICY):
+    return Plan("aerie-head", 2, 1, "d" * 64, policy.model_dump(mode="json"), started_at)
+
+
+def write_traffic(folder, effect, sessions=250):
+    """The router's own writer, sessions one after another within a second."""
+    writer = RecordWriter(folder, None, flush_s=0.05)
+    now = time.time()
+    for record in live_traffic(np.random.default_rng(0), sessions, effect):
+        pace = 1.0 / sessions
+        writer.add(replace(record, started_at=now + record.started_at * pace, duration_s=record.duration_s * pace))
+        time.sleep(0.001)
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("effect", "action"), [(0.1, Action.PROMOTE), (-0.1, Action.STOP_HARM), (0.0, Action.STOP_FUTILE)]
+)
+def test_it_ends_with_the_decision_that_its_traffic_calls_for(tmp_path, effect, action):
+    storage, records = Location(str(tmp_path)), Location(str(tmp_path / "live"))
+    journal = open_journal(storage, plan(time.time()))
+    thread = threading.Thread(target=write_traffic, args=(records, effect))
+    thread.start()
+    looks = []
+    decision, monitor = conduct(journal, ARMS, records, lambda: HEALTH, lambda found, made: looks.append((found, made)))
+    thread.join()
+    assert decision.action == action or (effect < 0 and decision.action == Action.STOP_FUTILE)
+    assert len(looks) > 1
+    assert open_journal(storage, plan(time.time())).decided() == decision.action
+    kept = json.loads(journal.location.join("decision.json").read_bytes())
+    assert kept["reasons"] == [asdict(reason) for reason in decision.reasons]
+    assert kept["al"] == monitor.findings().al
+    table = findings_table(*looks[-1], ARMS, POLICY.max_requests)
+    assert table.row_count == len(decision.reasons) + 1
+    assert str(decision.action) in findings_line(*looks[-1], POLICY.max_requests)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_experiment_goes_on_where_it_was(tmp_path):
+    storage, records = Location(str(tmp_path)), Location(str(tmp_path / "live"))
+    began = time.time()
+    journal = open_journal(storage, plan(began))
+    write_traffic(records, 0.1, sessions=10)
+
+    def stop(found, made):
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        conduct(journal, ARMS, records, lambda: HEALTH, stop)
+    write_traffic(records, 0.1, sessions=250)
+    again = open_journal(storage, plan(time.time() + 100))
+    assert (again.plan.started_at, again.shares, again.decided()) == (began, {EPOCH: 0.5}, None)
+    decision, monitor = conduct(again, ARMS, records, lambda: None, lambda found, made: None)
+    assert decision.action == Action.PROMOTE
+    assert monitor.ledger.requests > 300
+
+
+def test_a_plan_does_not_change_after_its_first_look(tmp_path):
+    storage = Location(str(tmp_path))
+    open_journal(storage, plan(1.0))
+    open_journal(storage, plan(1.0, POLICY.model_copy(update={"poll_s": 1.0})))
+    with pytest.raises(ConfigError, match=r"ab\.experiment\.max_requests: .*400"):
+        open_journal(storage, plan(1.0, POLICY.model_copy(update={"max_requests": 800})))
+
+
+def test_the_weights_of_an_epoch_are_those_of_the_arms_that_take_sessions(tmp_path):
+    journal = open_journal(Location(str(tmp_path)), plan(1.0))
+    arms = {CHALLENGER: {"weight": 1.0, "state": "serving"}, CONTROL: {"weight": 3.0, "state": "serving"}}
+    paused = arms | {CHALLENGER: {"weight": 1.0, "state": "paused"}}
+    note_weights(journal, ARMS, {"weight_epoch": 1, "arms": arms})
+    note_weights(journal, ARMS, {"weight_epoch": 2, "arms": paused})
+    note_weights(journal, ARMS, {"weight_epoch": 3, "arms": {CONTROL: arms[CONTROL]}})
+    note_weights(journal, ARMS, None)
+    assert journal.shares == {1: 0.25, 2: 0.0}
+    assert open_journal(Location(str(tmp_path)), plan(1.0)).shares == journal.shares
+    assert live_weight({"arms": paused}, CHALLENGER) == 0.0

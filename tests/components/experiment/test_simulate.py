@@ -1,0 +1,95 @@
+"""The simulation is the experiment's own code on made-up or real traffic."""
+
+import json
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+from typer.testing import CliRunner
+
+from components.config import ConfigError, ExperimentConfig
+from components.experiment.simulate import Case, Kind, app, simulate
+from components.experiment.traffic import SCENARIOS, Synthetic, make_sessions, read_pool, treat
+
+POLICY = ExperimentConfig()
+N = 200
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_alike_arms_are_promoted_at_most_alpha(scenario):
+    row = simulate(Case(scenario, Kind.SAME, 0.0, 500), Synthetic(), POLICY, N, 0)
+    assert row.promoted * N <= binom.ppf(1 - 1e-6, N, POLICY.alpha)
+    assert row.promoted_low <= row.promoted <= row.promoted_high
+
+
+def test_a_gain_is_found_and_a_loss_is_stopped():
+    gain, loss = (
+        simulate(Case(SCENARIOS[0], Kind.GAIN, effect, 600), Synthetic(), POLICY, N, 0) for effect in (0.15, -0.15)
+    )
+    assert gain.promoted > 0.95
+    assert gain.median_requests < 600
+    assert loss.promoted == 0
+    assert loss.median_requests < 600  # as harm, or as futile before that is beyond doubt
+
+
+def test_the_same_seed_gives_the_same_row():
+    case = Case(SCENARIOS[1], Kind.GAIN, 0.05, 300)
+    rows = [simulate(case, Synthetic(), POLICY, 50, seed) for seed in (3, 3, 4)]
+    assert rows[0] == rows[1] != rows[2]
+
+
+def test_made_up_sessions_are_as_stated():
+    rng = np.random.default_rng(0)
+    sessions = make_sessions(rng, (20, 2000), SCENARIOS[0], Synthetic(), 20)
+    for m in (2, 3, 5):
+        assert (sessions.requests >= m).mean() == pytest.approx(m ** -SCENARIOS[0].tail, rel=0.1)
+    for task, length in enumerate(Synthetic().lengths):
+        mine = sessions.task == task
+        assert sessions.tokens[mine].sum() / sessions.rounds[mine].sum() == pytest.approx(length, rel=0.05)
+    better = treat(sessions, 0.05)
+    assert sessions.rounds.sum() / better.sum() == pytest.approx(1.05, rel=0.01)
+    assert (better >= sessions.tokens / (sessions.depth + 1) - 1e-9).all()
+
+
+@pytest.fixture
+def records(tmp_path):
+    rng = np.random.default_rng(1)
+    path = tmp_path / "requests.jsonl"
+    rows = [
+        {
+            "arm": "challenger",
+            "family": f"f{i % 2}",
+            "rounds": 40,
+            "drafted": 120,
+            "accepted": int(rng.integers(5, 60)),
+            "error": None,
+        }
+        for i in range(60)
+    ]
+    rows += [{"arm": "none", "family": "f0", "rounds": 0, "drafted": 0, "accepted": 0, "error": None}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_command_draws_from_records_and_writes_what_it_shows(records, tmp_path):
+    out = tmp_path / "rows.json"
+    arguments = ["--records", str(records), "--replications", "20", "--requests", "150", "--json", str(out)]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["kind"] for row in rows} == {"A/A", "shifted", "gain"}
+    assert len(rows) == 3 * len(SCENARIOS)
+    assert "promoted" in result.output
+
+
+def test_an_arm_of_the_evaluation_is_read_as_well(records, tmp_path):
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    evaluated = tmp_path / "candidate.json"
+    evaluated.write_text(json.dumps({"answers": [{"record": row, "text": ""} for row in rows]}))
+    assert read_pool([evaluated], None).tokens.tolist() == read_pool([records], None).tokens.tolist()
+
+
+def test_too_few_records_are_refused(records):
+    with pytest.raises(ConfigError, match="0 requests with speculation"):
+        read_pool([records], "nobody")
+    assert CliRunner().invoke(app, ["--records", "missing.jsonl"]).exit_code == 2

@@ -1,0 +1,57 @@
+"""A promoted head that gets worse gives an alarm; other tasks, or chance, give none."""
+
+import numpy as np
+import pytest
+
+from components.config import ExperimentConfig, WatchConfig
+from components.experiment.sessions import Session
+from components.experiment.watch import Reference, Watch
+from tests.components.experiment.records import CHALLENGER, live_traffic
+
+POLICY, CONFIG = ExperimentConfig(), WatchConfig(sessions=100)
+LONG_AFTER = 1e9
+
+
+def traffic(seed, sessions=100, **more):
+    return live_traffic(np.random.default_rng(seed), sessions, share=1.0, **more)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    made = Reference()
+    made.add(Session("all", CHALLENGER, 0, traffic(0, 400)))
+    return made
+
+
+def alarms(records, reference):
+    return [a.figure for a in Watch(CHALLENGER, POLICY, CONFIG, reference).add(records, LONG_AFTER)]
+
+
+def test_the_same_head_gives_no_alarm(reference):
+    quiet = [alarms(traffic(seed), reference) for seed in range(1, 31)]
+    assert quiet == [[]] * 30  # 60 tests at 0.001 against margins of 5% and 25%
+
+
+def test_a_drop_of_al_and_slow_requests_give_their_alarms(reference):
+    assert alarms(traffic(1, effect=-0.15), reference) == ["acceptance length"]
+    assert alarms(traffic(1, slower=2.0), reference) == ["p95 latency"]
+    assert alarms(traffic(1, effect=-0.03, slower=1.05), reference) == []
+
+
+def test_another_mix_of_tasks_is_no_drop(reference):
+    """Chat has an AL of 2.5 where code has 3."""
+    chat_only = [r for r in traffic(1, 250) if r.task == "chat"]
+    overall = 1 + sum(reference.accepted.values()) / sum(reference.rounds.values())
+    mine = 1 + sum(r.accepted for r in chat_only) / sum(r.rounds for r in chat_only)
+    assert mine < overall * (1 - CONFIG.al_drop / 2)
+    assert alarms(chat_only, reference) == []
+
+
+def test_without_a_reference_the_first_window_becomes_it():
+    watch = Watch(CHALLENGER, POLICY, CONFIG)
+    assert watch.add(traffic(0), 1000.0) == []
+    assert watch.add(traffic(1, first=2000, effect=-0.2), LONG_AFTER)[0].figure == "acceptance length"
+
+
+def test_a_window_that_is_not_full_is_not_tested(reference):
+    assert alarms(traffic(1, sessions=99, effect=-0.5), reference) == []
