@@ -95,7 +95,7 @@ def needed_outputs(
     """
     _check_kept(outputs, keep)
     reasons: dict[Place, str] = {}
-    for place, reason in [*_own_roots(outputs, set(keep), between_stages_s), *_registered_roots(outputs, client)]:
+    for place, reason in [*_registered_roots(outputs, client), *_own_roots(outputs, set(keep), between_stages_s)]:
         reasons.setdefault(place, reason)
     there = {output.place: output for output in outputs}
     pending = list(reasons)

@@ -228,7 +228,7 @@ def run_stage(
     except Exception as error:
         if isinstance(error, ConfigError) or not is_full(error):
             raise
-        raise _storage_full(stage.name, location, error) from error
+        raise storage_full(stage.name, location, error) from error
 
 
 def _make(
@@ -248,7 +248,8 @@ def _make(
     return Artifact(stage.name, location, output.fingerprint, json.loads(text))  # as a later run will read it
 
 
-def _storage_full(stage_name: str, location: Location, error: Exception) -> ConfigError:
+def storage_full(stage_name: str, location: Location, error: Exception) -> ConfigError:
+    """What to say when a stage cannot write on: where, what its finished files are, and how to go on."""
     kept = [size for name, size in location.sizes_bytes().items() if name != LEASE and TEMPORARY_MARK not in name]
     reason = next((line.strip() for line in str(error).splitlines() if any(t in line for t in NO_SPACE_TEXTS)), "full")
     return ConfigError(

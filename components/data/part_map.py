@@ -17,11 +17,12 @@ import ray.data
 from ray.exceptions import RayError
 from ray.util.annotations import RayDeprecationWarning
 
-from components.config import ConfigError, StageResources
+from components.config import StageResources
 from components.data.part_worker import PartRunner, PartTask, PartWorker
 from components.data.parts import part_name
 from components.data.pieces import parts_in_pieces
 from components.data.progress import Stop, progress_lines, start_progress
+from components.stage import storage_full
 from components.storage import Location
 
 log = logging.getLogger("aerie")
@@ -92,8 +93,7 @@ def _check(job: PartJob, stop: Stop | None) -> None:
     if stop is None:
         return
     if stop.failure == "storage":
-        last = stop.words.strip().rpartition("\n")[2]
-        raise ConfigError("storage.uri", f"{job.title}: {last}", "free some space and run again: what is done stays")
+        raise storage_full(job.title, job.output, OSError(stop.words))
     happened = "its worker does not start" if stop.failure == "start" else "workers die of whatever they are given"
     raise WorkersFailed(f"{job.title}: {happened}; the last one said:\n{stop.words}")
 
