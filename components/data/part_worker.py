@@ -1,6 +1,5 @@
 """Workers: what makes parts of rows, and the actor around it that survives whatever happens to it."""
 
-import errno
 import os
 import time
 import traceback
@@ -16,11 +15,10 @@ import ray
 from components.data.parts import part_name
 from components.data.pieces import Pieces
 from components.data.progress import Failure
-from components.storage import Location
+from components.storage import Location, is_full
 
 REPORT_INTERVAL_S = 1.0
 SILENT_DEATH = "the worker's process ended without a word"
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class PartRunner:
             failure = "rows"
             self._make(self._worker, tasks)
         except Exception as error:
-            self._end("storage" if _is_full(error) else failure)
+            self._end("storage" if is_full(error) else failure)
         return {"parts": len(tasks)}
 
     def _make(self, worker: PartWorker, tasks: list[PartTask]) -> None:
@@ -163,7 +161,3 @@ def _try(worker: PartWorker, pieces: Pieces, piece: Piece, rows: range) -> None:
             pieces.fail(rows, traceback.format_exc())
         raise
     worker.flush()
-
-
-def _is_full(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno in NO_SPACE
