@@ -14,7 +14,7 @@ from components.data.parts import PartAccount, part_name, part_writer
 from components.storage import Location
 
 LOGICAL_CPUS = 8  # Ray Data needs more to move than a small machine has cores
-FEW_PARTS, MANY_PARTS = 16, 144
+FEW_PARTS, MANY_PARTS = 16, 1040
 
 
 class IdleWorker(PartWorker):
@@ -45,6 +45,7 @@ def measure_ray(rows_per_part: int, folder: Location) -> dict[str, float]:
     options = {"num_cpus": LOGICAL_CPUS, "include_dashboard": False, "log_to_driver": False}
     ray.init(address="local", logging_level="warning", **options)
     try:
+        _job_s(folder.join("warm-up"), rows_per_part, FEW_PARTS)
         few_s = _job_s(folder.join("few"), rows_per_part, FEW_PARTS)
         many_s = _job_s(folder.join("many"), rows_per_part, MANY_PARTS)
     finally:

@@ -39,7 +39,8 @@ def record_features(
         worker: Class of the workers.
 
     Raises:
-        ConfigError: aux layers that the target does not have, or a disk that is too small or becomes full.
+        ConfigError: aux layers that the target does not have, or a disk that is too small.
+        OSError: the storage is full.
         WorkersFailed: workers did not start, or did nothing but die.
         TooManyRowsLost: more turns were lost than `data.max_dropped_fraction` allows.
     """

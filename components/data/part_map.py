@@ -5,6 +5,7 @@ on, not the job: they are made again in pieces (`components.data.pieces`), until
 to end a worker. The driver holds the parts' numbers and no row.
 """
 
+import errno
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from components.data.part_worker import PartRunner, PartTask, PartWorker
 from components.data.parts import part_name
 from components.data.pieces import parts_in_pieces
 from components.data.progress import Stop, progress_lines, start_progress
-from components.stage import storage_full
 from components.storage import Location
 
 log = logging.getLogger("aerie")
@@ -59,7 +59,7 @@ def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> None:
     """Make the parts that do not exist yet; finished ones are never touched.
 
     Raises:
-        ConfigError: the storage is full; what is done stays.
+        OSError: the storage is full; what is done stays.
         WorkersFailed: workers did not start, or did nothing but die.
     """
     pending = _missing(job, tasks)
@@ -93,7 +93,7 @@ def _check(job: PartJob, stop: Stop | None) -> None:
     if stop is None:
         return
     if stop.failure == "storage":
-        raise storage_full(job.title, job.output, OSError(stop.words))
+        raise OSError(errno.ENOSPC, stop.words.strip().rpartition("\n")[2])
     happened = "its worker does not start" if stop.failure == "start" else "workers die of whatever they are given"
     raise WorkersFailed(f"{job.title}: {happened}; the last one said:\n{stop.words}")
 

@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from components.data.parts import PartAccount, part_writer, read_account
+from components.data.parts import PartAccount, open_part, part_writer, read_account
 from components.storage import Location
 
 PIECES = "_pieces"
@@ -105,7 +104,6 @@ def parts_in_pieces(names: list[str]) -> set[int]:
 
 
 def _row_groups(file: Location) -> Iterator[pa.Table]:
-    with file.open() as stream:
-        parquet = pq.ParquetFile(stream)
+    with open_part(file) as parquet:
         for index in range(parquet.num_row_groups):
             yield parquet.read_row_group(index)

@@ -32,7 +32,7 @@ def answer_prompts(
         worker: Class of the workers.
 
     Raises:
-        ConfigError: the storage is full.
+        OSError: the storage is full.
         WorkersFailed: engines did not start, or did nothing but die.
         TooManyRowsLost: more turns were lost than `data.max_dropped_fraction` allows.
     """

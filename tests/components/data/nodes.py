@@ -32,7 +32,7 @@ def main(output: Location) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     doomed = [cluster.add_node(num_cpus=2), cluster.add_node(num_cpus=2)][0]
     ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
-    killer = threading.Thread(target=kill_in_the_middle, args=(cluster, doomed, output))
+    killer = threading.Thread(target=kill_in_the_middle, args=(cluster, doomed, output), daemon=True)
     killer.start()
     job = counting_job(output, ROWS_PER_PART, (), (), "", SECONDS_A_ROW, worker=NotingWorker, replicas=4)
     make_parts(job, [PartTask(number) for number in range(NUM_PARTS)])

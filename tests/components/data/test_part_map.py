@@ -5,7 +5,6 @@ import json
 import psutil
 import pytest
 
-from components.config import ConfigError
 from components.data.part_map import make_parts
 from components.data.part_worker import PartTask
 from components.data.parts import QUARANTINE, conclude, part_names
@@ -41,7 +40,7 @@ def test_only_the_row_that_ends_its_workers_is_lost(output):
 
 
 def test_a_full_disk_ends_the_job_and_keeps_what_is_done(output):
-    with pytest.raises(ConfigError, match=r"storage\.uri: no space left .*No space left .*finished files of counting"):
+    with pytest.raises(OSError, match="No space left"):
         make_parts(counting_job(output, 4, worker=FullDiskWorker, replicas=1), tasks(4))
     assert numbers_in(output) == list(range(8))
     make_parts(counting_job(output, 4), tasks(4))
