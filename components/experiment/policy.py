@@ -104,8 +104,10 @@ def is_futile(difference: Bounds, control_al: Array | float, policy: ExperimentC
 
 
 def _gain(bounds: Bounds, length: float, policy: ExperimentConfig) -> Reason:
-    measured = f"{float(bounds.estimate):+.3f} [{float(bounds.low):+.3f}, {float(bounds.high):+.3f}]"
-    if math.isfinite(length):
+    measured = "not known yet"
+    if math.isfinite(bounds.estimate):
+        measured = f"{float(bounds.estimate):+.3f} [{float(bounds.low):+.3f}, {float(bounds.high):+.3f}]"
+    if math.isfinite(bounds.estimate) and math.isfinite(length):
         measured += f" on {length:.3f} ({float(bounds.estimate) / length:+.1%})"
     required = f"lower bound above 0, estimate at least {policy.min_effect:+.1%}"
     return Reason("acceptance length", bool(is_gain(bounds, length, policy)), measured, required)
