@@ -82,6 +82,13 @@ def _as_written(sources: list[PromptSource]) -> Any:
 PromptSources = Annotated[list[PromptSource], BeforeValidator(_as_list), PlainSerializer(_as_written, return_type=Any)]
 
 
+class StreamConfig(Section):
+    documents_in_flight: Annotated[int, Field(ge=2)] = 32
+    """Documents that one training worker has asked for and not used yet, at most: bounds the memory, and hides the capture's delay."""
+    cache_gb: Annotated[float, Field(ge=0.0)] = 0.0
+    """Memory of each capture worker in which features stay for the next epochs; 0: every epoch captures all documents again."""
+
+
 class DataConfig(Section):
     prompts: Annotated[PromptSources, Field(min_length=1)] = [PromptSource(path="builtin")]
     """`builtin`, a file or folder, a source with its keys (below), or a list of these."""
@@ -114,6 +121,14 @@ class DataConfig(Section):
     rows beyond a cap do not count."""
     max_attempts: Count = 3
     """Times that a row, alone, may end an engine or a capture worker before it is set apart; the other rows are kept."""
+    extractor: Literal["transformers", "vllm"] = "transformers"
+    """What runs the target for its hidden states: transformers, or vLLM for targets that need several GPUs (`resources.features.engine`)."""
+    mode: Literal["store", "stream"] = "store"
+    """store: the features of all documents are written to `storage.uri`, then read by training. stream: capture workers hand those of
+    training documents to training as it asks for them, and none is written; `resources.features` and `resources.train` are then
+    needed at the same time."""
+    stream: StreamConfig = StreamConfig()
+    """Of `mode: stream`."""
     rows_per_shard: Count = 64
     """Rows of one file; how work is cut, not what comes out."""
     batch_tokens: Count = 1024

@@ -27,8 +27,10 @@ from transformers import PreTrainedModel
 
 from components.data.answering import SCHEMA as RESPONSES
 from components.data.benchmark_ray import measure_ray
-from components.data.capturing import RESPONSE_COLUMNS, CaptureWorker, pack, stored_document
+from components.data.capturing import RESPONSE_COLUMNS, CaptureWorker, stored_document
 from components.data.documents import Turns, merge_turns
+from components.data.extractors.interface import ExtractorSpec
+from components.data.extractors.with_transformers import pack
 from components.data.part_worker import PartTask, Piece
 from components.data.parts import PartAccount, part_name, part_writer, read_columns
 from components.data.shards import feature_row, write_shard
@@ -49,7 +51,8 @@ class Setup:
     model: PreTrainedModel
     aux_layers: list[int]
     documents: list[Turns]
-    batches: list[list[Turns]]
+    batches: list[list[Sequence[int]]]
+    """Ids of the same documents."""
     features: Location
 
     @property
@@ -71,9 +74,12 @@ def make_setup(
     model = load_target(path, getattr(torch, dtype), "cuda" if torch.cuda.is_available() else "cpu")
     _write_answers(responses.join(PART), num_documents, lengths, model.config.vocab_size)
     aux_layers = default_aux_layers(len(model.get_decoder().layers))
-    worker = CaptureWorker(features, lambda done: None, responses, path, aux_layers, dtype, batch_tokens, threads)
+    spec = ExtractorSpec(
+        "transformers", path, tuple(aux_layers), len(model.get_decoder().layers), dtype, batch_tokens, threads
+    )
+    worker = CaptureWorker(features, lambda done: None, responses, spec)
     documents = list(merge_turns(read_columns(responses.join(PART), RESPONSE_COLUMNS).to_pylist()))
-    return Setup(worker, model, aux_layers, documents, list(pack(documents, batch_tokens)), features)
+    return Setup(worker, model, aux_layers, documents, _packs(documents, batch_tokens), features)
 
 
 def measure_capture(setup: Setup, rounds: int) -> dict[str, Any]:
@@ -108,9 +114,9 @@ def measure_capture(setup: Setup, rounds: int) -> dict[str, Any]:
     }
 
 
-def packing(batches: Sequence[Sequence[Turns]], batch_tokens: int) -> dict[str, float]:
+def packing(batches: Sequence[Sequence[Sequence[int]]], batch_tokens: int) -> dict[str, float]:
     """How full the batches are, and the share of the attention's pairs that lie within one document."""
-    sizes = [[len(turns.input_ids) for turns in batch] for batch in batches]
+    sizes = [[len(ids) for ids in batch] for batch in batches]
     tokens = sum(map(sum, sizes))
     return {
         "documents": sum(map(len, sizes)),
@@ -136,27 +142,33 @@ def _turn(setup: Setup, worker_first: bool) -> dict[str, float]:
     return times
 
 
-def _bare_forward(model: PreTrainedModel, batches: Sequence[Sequence[Turns]]) -> None:
+def _packs(documents: Sequence[Turns], batch_tokens: int) -> list[list[Sequence[int]]]:
+    return list(pack([turns.input_ids for turns in documents], batch_tokens))
+
+
+def _bare_forward(model: PreTrainedModel, batches: Sequence[Sequence[Sequence[int]]]) -> None:
     decoder = model.get_decoder()
     for batch in batches:
-        positions = torch.cat([torch.arange(len(turns.input_ids), device=model.device) for turns in batch])[None]
+        positions = torch.cat([torch.arange(len(ids), device=model.device) for ids in batch])[None]
         with torch.inference_mode():
             decoder(input_ids=_packed(batch, model.device), position_ids=positions, use_cache=False)
 
 
-def _capture(model: PreTrainedModel, aux_layers: list[int], batches: Sequence[Sequence[Turns]]) -> list[Captured]:
+def _capture(
+    model: PreTrainedModel, aux_layers: list[int], batches: Sequence[Sequence[Sequence[int]]]
+) -> list[Captured]:
     """The same with the states kept and brought to the CPU, a document each."""
     found: list[Captured] = []
     for batch in batches:
-        lengths = [len(turns.input_ids) for turns in batch]
+        lengths = [len(ids) for ids in batch]
         captured = capture(model, _packed(batch, model.device), aux_layers, lengths)
         pieces = [states.to("cpu", torch.bfloat16).split(lengths) for states in captured]
         found += [Captured(*states) for states in zip(*pieces, strict=True)]
     return found
 
 
-def _packed(batch: Sequence[Turns], device: torch.device) -> torch.Tensor:
-    return torch.tensor([[i for turns in batch for i in turns.input_ids]], device=device)
+def _packed(batch: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    return torch.tensor([[i for ids in batch for i in ids]], device=device)
 
 
 def _make_rows(documents: Sequence[Turns], captured: Sequence[Captured]) -> list[dict[str, Any]]:

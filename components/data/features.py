@@ -2,20 +2,26 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from components.config import Settings
 from components.data.capturing import CaptureWorker
+from components.data.extractors.interface import extractor_spec
 from components.data.part_map import PartJob, make_parts
 from components.data.part_worker import PartTask, PartWorker
-from components.data.parts import conclude, part_names
+from components.data.parts import conclude, part_names, read_columns
 from components.pipeline import check_disk
 from components.stage import Outcome
 from components.storage import Location
-from components.target.aux_layers import bytes_per_token, choose_aux_layers
+from components.target.aux_layers import ID_AND_MASK_BYTES, bytes_per_token
 
 log = logging.getLogger("aerie")
+
+OUTLINED_SPLITS: Mapping[str, tuple[str, ...]] = {"store": (), "stream": ("train",)}
+"""Of each mode: the splits whose features training captures itself. The others are read again and again, and few: they are kept."""
+NOTHING_STREAMED = {"streamed_documents": 0, "streamed_tokens": 0}
 
 
 def record_features(
@@ -44,18 +50,29 @@ def record_features(
         WorkersFailed: workers did not start, or did nothing but die.
         TooManyRowsLost: more turns were lost than `data.max_dropped_fraction` allows.
     """
-    aux_layers = choose_aux_layers(settings.draft.aux_layers, target["num_layers"])
+    extractor = extractor_spec(settings, target, target_path)
+    aux_layers = list(extractor.aux_layers)
     token_bytes = bytes_per_token(len(aux_layers), target["hidden_size"])
+    outlined_splits = OUTLINED_SPLITS[settings.data.mode]
+    kept_tokens = int(num_tokens * (1 - split_share(responses, outlined_splits)))
+    num_bytes = kept_tokens * token_bytes + (num_tokens - kept_tokens) * ID_AND_MASK_BYTES
     log.info(
-        "features: layers %s, %d bytes a token, %d tokens, %.1f MB",
-        aux_layers, token_bytes, num_tokens, num_tokens * token_bytes / 1e6,
+        "features: %s, layers %s, %d bytes a token, %d tokens, those of %d written, %.1f MB",
+        extractor.name, aux_layers, token_bytes, num_tokens, kept_tokens, num_bytes / 1e6,
     )  # fmt: skip
-    there = sum(output.join(name).size_bytes() for name in part_names(output))
-    check_disk(output, num_tokens * token_bytes - there)
-    make_parts(
-        _job(settings, responses, num_tokens, target_path, aux_layers, output, worker),
-        [PartTask(int(re.sub(r"\D", "", name))) for name in part_names(responses)],
+    check_disk(output, num_bytes - sum(output.join(name).size_bytes() for name in part_names(output)))
+    job = PartJob(
+        title="features",
+        unit="tokens",
+        total=num_tokens,
+        output=output,
+        worker=worker,
+        worker_args=(responses, extractor, outlined_splits),
+        resources=settings.resources.features,
+        env=extractor.env,
+        max_attempts=settings.data.max_attempts,
     )
+    make_parts(job, [PartTask(int(re.sub(r"\D", "", name))) for name in part_names(responses)])
     outcome = conclude("features", output, settings.data.max_dropped_fraction)
     shape = {
         "aux_layers": aux_layers,
@@ -63,35 +80,12 @@ def record_features(
         "hidden_size": target["hidden_size"],
         "bytes_per_token": token_bytes,
     }
-    return Outcome({**outcome.facts, **shape}, outcome.rows)
+    return Outcome({**NOTHING_STREAMED, **outcome.facts, **shape}, outcome.rows)
 
 
-def _job(
-    settings: Settings,
-    responses: Location,
-    num_tokens: int,
-    target_path: str,
-    aux_layers: list[int],
-    output: Location,
-    worker: type[PartWorker],
-) -> PartJob:
-    resources = settings.resources.features
-    num_threads = max(1, int(resources.num_cpus))
-    return PartJob(
-        title="features",
-        unit="tokens",
-        total=num_tokens,
-        output=output,
-        worker=worker,
-        worker_args=(
-            responses,
-            target_path,
-            aux_layers,
-            settings.target.dtype,
-            settings.data.batch_tokens,
-            num_threads,
-        ),
-        resources=resources,
-        env={"OMP_NUM_THREADS": str(num_threads), **resources.env},
-        max_attempts=settings.data.max_attempts,
-    )
+def split_share(responses: Location, splits: Sequence[str]) -> float:
+    """Share of the answers that belong to these splits."""
+    counts: Counter[str] = Counter()
+    for name in part_names(responses) if splits else []:
+        counts.update(read_columns(responses.join(name), ["split"]).column("split").to_pylist())
+    return sum(counts[split] for split in splits) / max(1, counts.total())

@@ -7,7 +7,7 @@ from components.data.prompt_list import PROMPTS
 from components.data.prompts import Prompt, read_prompts
 from components.forecast import Forecast, target_parameters
 from components.stage import Artifact
-from components.target.aux_layers import bytes_per_token, choose_aux_layers
+from components.target.aux_layers import ID_AND_MASK_BYTES, bytes_per_token, choose_aux_layers
 from components.target.engine import has_gpu
 from components.target.stages import target_facts
 
@@ -55,11 +55,12 @@ def forecast_features(settings: Settings, known: Known, expected: Expected) -> F
         rows, prompt_tokens = _prompts(known, expected)
         tokens = rows * settings.data.max_new_tokens + prompt_tokens
     aux_layers = choose_aux_layers(settings.draft.aux_layers, target["num_layers"])
+    token_bytes, kept = bytes_per_token(len(aux_layers), target["hidden_size"]), _kept_share(settings, known)
     return Forecast(
         rows=rows,
         tokens=tokens,
-        bytes=int(tokens * bytes_per_token(len(aux_layers), target["hidden_size"]) * PARQUET_OVERHEAD),
-        operations=2 * target_parameters(target) * tokens,
+        bytes=int(tokens * (kept * token_bytes + (1 - kept) * ID_AND_MASK_BYTES) * PARQUET_OVERHEAD),
+        operations=2 * target_parameters(target) * tokens * kept,
         share=CAPTURE_SHARE,
         **_where(settings, "features"),
     )
@@ -80,6 +81,16 @@ def _prompts(known: Known, expected: Expected) -> tuple[int, int]:
         size_bytes = known["prompts"].manifest["files"][PROMPTS]["bytes"]
         return known["prompts"].facts["turns"], size_bytes // BYTES_PER_PROMPT_TOKEN
     return expected["prompts"].rows or 0, expected["prompts"].tokens or 0
+
+
+def _kept_share(settings: Settings, known: Known) -> float:
+    """Share of the tokens whose states are written."""
+    if settings.data.mode == "store":
+        return 1.0
+    if "prompts" not in known:  # held-out families come on top; the stage looks again, at the answers, before it writes
+        return settings.data.validation_fraction
+    splits = known["prompts"].facts["splits"]
+    return 1 - splits.get("train", 0) / max(1, sum(splits.values()))
 
 
 def _where(settings: Settings, stage: str) -> dict[str, float]:

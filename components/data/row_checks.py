@@ -21,11 +21,23 @@ class FeatureWidths:
     """A * H"""
     last: int
     """H"""
+    outlines: bool = False
+    """Whether documents may be without states, for training to capture."""
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "FeatureWidths":
         """From the facts of a finished features output."""
-        return cls(facts["num_aux_layers"] * facts["hidden_size"], facts["hidden_size"])
+        size, outlines = facts["hidden_size"], facts.get("streamed_documents", 0) > 0
+        return cls(facts["num_aux_layers"] * size, size, outlines)
+
+    def fit(self, document: StoredDocument) -> Iterator[str]:
+        """How the document's widths differ from these."""
+        if self.outlines and document.aux_hidden.shape[1] == document.last_hidden.shape[1] == 0:
+            return
+        for name, width in (("aux_hidden", self.aux), ("last_hidden", self.last)):
+            found = getattr(document, name).shape[1]
+            if found != width:
+                yield f"{name} has {found} values a token, the manifest says {width}"
 
 
 @dataclass
@@ -61,11 +73,9 @@ def document_problems(document: StoredDocument, num_tokens: int, widths: Feature
         yield f"it has {len(document.input_ids)} ids, and num_tokens says {num_tokens}"
     if not document.loss_mask.any():
         yield "no token of it is supervised"
-    for name, width in (("aux_hidden", widths and widths.aux), ("last_hidden", widths and widths.last)):
-        states = getattr(document, name)
-        if width is not None and states.shape[1] != width:
-            yield f"{name} has {states.shape[1]} values a token, the manifest says {width}"
-        if not states.isfinite().all():
+    yield from widths.fit(document) if widths else ()
+    for name in ("aux_hidden", "last_hidden"):
+        if not getattr(document, name).isfinite().all():
             yield f"{name} holds NaN or infinity"
 
 

@@ -1,6 +1,7 @@
 """Recorded features: one row a document, one Parquet row group a row, so that a reader fetches any row alone.
 
-Names: n tokens, A aux layers, H the target's hidden size. Hidden states are stored as the bytes of their bf16 values.
+Names: n tokens, A aux layers, H the target's hidden size. Hidden states are stored as the bytes of their bf16 values. A document
+whose features training captures itself is stored as its outline: states of no width.
 """
 
 import zlib
@@ -174,5 +175,7 @@ def _to_bytes(states: Tensor) -> bytes:
 
 
 def _from_bytes(stored: pa.Buffer, num_tokens: int) -> Tensor:
+    if not stored.size:
+        return torch.empty(num_tokens, 0, dtype=torch.bfloat16)
     # A copy: the buffer is read-only, and its table is gone once the document is all that is kept of it.
     return torch.frombuffer(bytearray(stored), dtype=torch.bfloat16).view(num_tokens, -1)

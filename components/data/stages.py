@@ -99,7 +99,7 @@ def responses_stage(settings: Settings) -> Stage:
 
 
 def features_stage(settings: Settings) -> Stage:
-    """Records the hidden states of every answer, through transformers under Ray Data."""
+    """Records the hidden states of every answer, through transformers or vLLM under Ray Data."""
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
         from components.data.features import record_features
@@ -119,7 +119,12 @@ def features_stage(settings: Settings) -> Stage:
     return Stage(
         name="features",
         run=run,
-        config={"extractor": "transformers", "aux_layers": settings.draft.aux_layers, "dtype": settings.target.dtype},
+        config={
+            "extractor": settings.data.extractor,
+            "mode": settings.data.mode,
+            "aux_layers": settings.draft.aux_layers,
+            "dtype": settings.target.dtype,
+        },
         inputs=("target", "responses"),
         plan=lambda artifacts: _plan_features(settings, artifacts),
         forecast=partial(forecasts.forecast_features, settings),
@@ -173,4 +178,5 @@ def _plan_features(settings: Settings, artifacts: Mapping[str, Artifact]) -> str
     target = target_facts(settings, artifacts)
     aux_layers = choose_aux_layers(settings.draft.aux_layers, target["num_layers"])
     token_bytes = bytes_per_token(len(aux_layers), target["hidden_size"])
-    return f"layers {aux_layers} and the last one, {token_bytes} bytes a token"
+    line = f"layers {aux_layers} and the last one, {token_bytes} bytes a token"
+    return line if settings.data.mode == "store" else f"{line} that is not trained on; training captures the others"

@@ -74,7 +74,7 @@ def make_trainer(document: Document, keep: tuple[float, float], rows_per_part: i
     for parameter in head.parameters():
         if parameter.dim() == 2:
             parameter.data.mul_(0.02 / parameter.data.std())
-    return Trainer(head, teacher, [Entry("", 0, 0)], lambda entry: document, config, device="cuda")
+    return Trainer(head, teacher, [Entry("", 0, 0)], lambda entries: (document for _ in entries), config, device="cuda")
 
 
 def floor_ms(num_elements: int, num_positions: int, num_chain_rows: int) -> float:

@@ -27,6 +27,7 @@ from components.config import StageResources, TrainConfig
 from components.draft.schedule import StepSums
 from components.training.reduce import reduce_sums
 from components.training.setup import HeadSpec, build_trainer, own_documents
+from components.training.sources import DocumentSource
 from components.training.state import save_state
 from components.training.trainer import Trainer, figures
 from components.training.validation import validate
@@ -74,6 +75,7 @@ class ReportCallback(UserCallback):
 
 def run_training(
     spec: HeadSpec,
+    source: DocumentSource,
     config: TrainConfig,
     resources: StageResources,
     folder: str,
@@ -90,7 +92,7 @@ def run_training(
     """
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config={"spec": spec, "config": config},
+        train_loop_config={"spec": spec, "source": source, "config": config},
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if resources.num_gpus else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=resources.replicas,
@@ -125,7 +127,9 @@ def train_worker(job: dict[str, Any]) -> None:
     ranks = (context.get_world_rank(), context.get_world_size())
     checkpoint = ray.train.get_checkpoint()
     with checkpoint.as_directory() if checkpoint else nullcontext() as folder:
-        trainer = build_trainer(job["spec"], job["config"], *ranks, device, Path(folder) if folder else None)
+        trainer = build_trainer(
+            job["spec"], job["config"], job["source"], *ranks, device, Path(folder) if folder else None
+        )
     keep_every = trainer.config.checkpoint_every_steps or trainer.steps_per_epoch
     sums = StepSums.zeros(trainer.config.num_depths)
     reported_at_s = time.monotonic()

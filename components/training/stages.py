@@ -1,6 +1,7 @@
 """The `head` stage: train, then export in the layout that vLLM serves."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from components.config import Settings
 from components.forecast import Forecast, head_parameters
@@ -35,6 +36,7 @@ def head_stage(settings: Settings) -> Stage:
             "num_layers": settings.draft.num_layers,
             "mask_token_id": settings.draft.mask_token_id,
             **_candidates(settings),
+            **_capture_identity(settings),
         },
         inputs=("target", "features", "vocabulary"),
         plan=lambda artifacts: _plan(settings, artifacts),
@@ -51,13 +53,24 @@ def _candidates(settings: Settings) -> dict[str, int]:
     return {"candidates": evaluate.candidates, "num_speculative_tokens": evaluate.num_speculative_tokens}
 
 
+def _capture_identity(settings: Settings) -> dict[str, Any]:
+    """Streamed features are in no input's digest, so what they depend on besides the texts is named here."""
+    if settings.data.mode == "store":
+        return {}
+    return {
+        "extractor": settings.data.extractor,
+        "aux_layers": settings.draft.aux_layers,
+        "dtype": settings.target.dtype,
+    }
+
+
 def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
     train = settings.train
     shape = f"{settings.draft.num_layers} layers, {train.epochs} epochs, K {train.num_depths}, r {train.chain_rate}"
-    if "features" not in artifacts:
-        return shape
-    tokens = artifacts["features"].facts["supervised_tokens"] * train.epochs
-    return f"{shape}, {tokens:,} answer tokens in all"
+    facts = artifacts["features"].facts if "features" in artifacts else None
+    if facts:
+        shape += f", {facts['supervised_tokens'] * train.epochs:,} answer tokens in all"
+    return shape if settings.data.mode == "store" else f"{shape}; {_plan_stream(settings, facts)}"
 
 
 def _forecast(settings: Settings, known: Mapping[str, Artifact], expected: Mapping[str, Forecast]) -> Forecast:
@@ -80,3 +93,18 @@ def _forecast(settings: Settings, known: Mapping[str, Artifact], expected: Mappi
         num_gpus=resources.num_gpus * resources.replicas,
         start_s=START_S,
     )
+
+
+def _plan_stream(settings: Settings, facts: Mapping[str, Any] | None) -> str:
+    """What capture beside training takes: memory for documents in flight, and the target's passes in later epochs."""
+    stream, resources = settings.data.stream, settings.resources
+    in_flight = stream.documents_in_flight * resources.train.replicas
+    line = f"{resources.features.replicas} capture workers beside training, {in_flight} documents in flight"
+    cache_bytes = stream.cache_gb * 1e9 * resources.features.replicas
+    if facts is None:
+        kept = f"all but {cache_bytes / 1e9:g} GB" if cache_bytes else "all"
+        return f"{line}, every further epoch captures {kept} again"
+    tokens, token_bytes = facts["streamed_tokens"], facts["bytes_per_token"]
+    again = max(0, tokens - int(cache_bytes / token_bytes))
+    flight_gb = in_flight * settings.target.max_model_len * token_bytes / 1e9
+    return f"{line} (at most {flight_gb:.2f} GB), {tokens:,} tokens captured, {again:,} again in every further epoch"

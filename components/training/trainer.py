@@ -1,9 +1,10 @@
 """One rank's training: steps, validation and the figures of both, without knowing who runs it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ class Trainer:
     head: DraftHead
     teacher: Teacher
     entries: Sequence[Entry]
-    read: Callable[[Entry], Document]
+    documents: Callable[[Iterable[Entry]], Iterator[Document | None]]
+    """Hands out the documents of entries, in their order; None for one that cannot be used."""
     config: TrainConfig
     rank: int = 0
     world_size: int = 1
@@ -42,6 +44,7 @@ class Trainer:
         self.recipe = ChainRecipe(self.config.num_depths, self.config.chain_rate, self.config.chain_floor)
         self.options = step_options(self.config)
         self._orders: dict[int, list[Entry]] = {}
+        self._upcoming: tuple[int, Iterator[Document | None]] | None = None
         self._batches: Callable[[int], tuple[PackedBatch | None, Chains]] = self._prepare
         if self._on_gpu:
             self._copies = torch.cuda.Stream(self.device)
@@ -89,14 +92,15 @@ class Trainer:
 
     def _prepare(self, step: int) -> tuple[PackedBatch | None, Chains]:
         """This rank's documents of a step, and their chains on the CPU; no batch when it has none and none is needed."""
-        epoch, step = divmod(step, self.steps_per_epoch)
-        share = rank_share(self._order(epoch), step, self.config.documents_per_step, self.rank, self.world_size)
-        if not share and not is_sharded(self.head):
-            return None, Chains.none()
-        batch = PackedBatch.pack([self.read(entry) for entry in share or self.entries[:1]])
-        if not share:  # nothing to learn, but under FSDP every rank makes every pass
-            return batch.to(self.device), Chains.none()
-        seeds = [(self.config.seed, epoch, entry.number) for entry in share]
+        share = self._share(step)
+        found = self._next_documents(step, len(share))
+        usable = [(entry, document) for entry, document in zip(share, found, strict=True) if document is not None]
+        if not usable:  # nothing to learn, but under FSDP every rank makes every pass
+            stand_in = PackedBatch.pack([self._stand_in()], self.device) if is_sharded(self.head) else None
+            return stand_in, Chains.none()
+        batch = PackedBatch.pack([document for _, document in usable])
+        epoch = step // self.steps_per_epoch
+        seeds = [(self.config.seed, epoch, entry.number) for entry, _ in usable]
         chains = sample_chains(batch.outline(), self.recipe, seeds)
         if not self._on_gpu:
             return batch.to(self.device), chains
@@ -115,10 +119,31 @@ class Trainer:
         )  # fmt: skip
         return replace(self.options, rows_per_part=plan.rows_per_part, recompute_prefix=plan.recompute_prefix)
 
+    def _next_documents(self, step: int, number: int) -> list[Document | None]:
+        """The next `number` of all documents that this rank needs from `step` to the end: a source may look ahead."""
+        if self._upcoming is None or self._upcoming[0] != step:  # the first one, or a trainer that was moved
+            entries = (entry for s in range(step, self.total_steps) for entry in self._share(s))
+            self._upcoming = (step, self.documents(entries))
+        documents = self._upcoming[1]
+        self._upcoming = (step + 1, documents)
+        return list(islice(documents, number))
+
+    def _share(self, step: int) -> list[Entry]:
+        epoch, step = divmod(step, self.steps_per_epoch)
+        return rank_share(self._order(epoch), step, self.config.documents_per_step, self.rank, self.world_size)
+
     def _order(self, epoch: int) -> list[Entry]:
-        if epoch not in self._orders:
-            self._orders = {epoch: epoch_order(self.entries, self.config.seed, epoch)}
+        if epoch not in self._orders:  # the neighbours stay: a source looks ahead over the end of an epoch
+            kept = {other: order for other, order in self._orders.items() if abs(other - epoch) == 1}
+            self._orders = kept | {epoch: epoch_order(self.entries, self.config.seed, epoch)}
         return self._orders[epoch]
+
+    def _stand_in(self) -> Document:
+        """Two tokens that nothing is learned from."""
+        width = self.head.config.target_hidden_size
+        aux_hidden, last_hidden = torch.zeros(2, self.head.config.num_aux_layers * width), torch.zeros(2, width)
+        nothing = torch.zeros(2, dtype=torch.long)
+        return Document(nothing, nothing.bool(), aux_hidden, last_hidden)
 
 
 class ReadAhead:

@@ -5,15 +5,10 @@ import json
 import pytest
 
 from components.data.benchmark import main, packing
-from components.data.documents import Turns
-
-
-def turns(num_tokens: int) -> Turns:
-    return Turns("p:0", "p", "maths", "train", ("p:0",), [9] * num_tokens, [1] * num_tokens)
 
 
 def test_packing_says_how_full_batches_are_and_what_attention_is_wasted():
-    figures = packing([[turns(6), turns(2)], [turns(8)]], 10)
+    figures = packing([[[9] * 6, [9] * 2], [[9] * 8]], 10)
     assert figures["fill"] == 16 / 20
     assert figures["attention_within_documents"] == pytest.approx((36 + 4 + 64) / (64 + 64))
     assert (figures["documents"], figures["batches"], figures["tokens"]) == (3, 2, 16)

@@ -1,36 +1,49 @@
 """Recorded features are the target's own states for each document alone; broken ones are set apart, not stored."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from components.config import ConfigError, Settings
-from components.data.answering import SCHEMA
-from components.data.capturing import CaptureWorker, pack, stored_document
+from components.data.capturing import CaptureWorker, stored_document
 from components.data.documents import Turns, merge_turns
+from components.data.extractors.interface import extractor_spec
+from components.data.extractors.with_transformers import pack
 from components.data.features import record_features
 from components.data.part_worker import PartTask, Piece
-from components.data.parts import QUARANTINE, PartAccount, part_name, part_names, part_writer, read_account
+from components.data.parts import QUARANTINE, PartAccount, part_name, part_names, read_account
 from components.data.pieces import Pieces
 from components.data.shards import document_index, read_documents, read_shard
 from components.storage import Location
 from components.target.aux_layers import bytes_per_token
 from components.target.layers import Captured, capture, load_target
+from tests.components.data.answers import END_ID, answered, random_ids, write_responses
 from tests.tiny import make_tiny_llama
 
 HIDDEN, LAYERS, AUX_LAYERS = 64, 6, [1, 4]
-POISON = 300
+POISON = END_ID
 """Token whose embedding is NaN."""
+BF16_TOLERANCE = 2e-2
+"""Of a document's states, relative to their norm: an error of 2^-9 at every rounding, some thirty in a row of layers."""
 TARGET = {"num_layers": LAYERS, "hidden_size": HIDDEN}
 
 
 @pytest.fixture(scope="module")
 def poisoned_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_tiny_llama(tmp_path_factory.mktemp("poisoned") / "target")
+    return make_poisoned(tmp_path_factory.mktemp("poisoned") / "target", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def bf16_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_poisoned(tmp_path_factory.mktemp("bf16") / "target", torch.bfloat16)
+
+
+def make_poisoned(path: Path, dtype: torch.dtype) -> Path:
+    make_tiny_llama(path, dtype=dtype)
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][POISON] = float("nan")
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -48,35 +61,18 @@ def settings() -> Settings:
     )
 
 
-def answered(number: int, ids: list[int], num_prompt: int) -> dict:
-    return {
-        "key": f"p{number}:0",
-        "prompt_key": f"p{number}",
-        "family": "maths",
-        "split": "held_out" if number % 3 == 0 else "train",
-        "turn": 0,
-        "prompt_ids": ids[:num_prompt],
-        "output_ids": ids[num_prompt:],
-        "finish_reason": "stop",
-    }
-
-
 def make_responses(folder: Location) -> list[dict]:
     """Eight answers of 10 to 24 tokens in two parts, one with the poisoned token, and a second turn that continues."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for i in range(8):
-        ids = torch.randint(8, POISON, (10 + 2 * i,), generator=generator).tolist()
-        rows.append(answered(i, ids if i != 5 else [*ids[:-1], POISON], 4 + i % 3))
-    follow_up = answered(
-        7, rows[7]["prompt_ids"] + rows[7]["output_ids"] + [20, 21, 22, 23], len(rows[7]["prompt_ids"])
-    )
-    start = len(rows[7]["prompt_ids"] + rows[7]["output_ids"]) + 2
-    whole = follow_up["prompt_ids"] + follow_up["output_ids"]
-    rows.append(follow_up | {"key": "p7:1", "turn": 1, "prompt_ids": whole[:start], "output_ids": whole[start:]})
-    for number, part in enumerate((rows[:4], rows[4:])):
-        with part_writer(folder.join(part_name(number)), SCHEMA, PartAccount()) as writer:
-            writer.write_table(pa.Table.from_pylist(part, schema=SCHEMA))
+        ids = random_ids(10 + 2 * i, generator)
+        split = "held_out" if i % 3 == 0 else "train"
+        rows.append(answered(i, ids if i != 5 else [*ids[:-1], POISON], 4 + i % 3, split))
+    whole = rows[7]["prompt_ids"] + rows[7]["output_ids"] + [20, 21, 22, 23]
+    follow_up = answered(7, whole, len(whole) - 2, rows[7]["split"])
+    rows.append(follow_up | {"key": "p7:1", "turn": 1})
+    write_responses(folder, rows[:4], rows[4:])
     return rows
 
 
@@ -113,10 +109,10 @@ def test_features_are_those_of_each_document_alone(ray_cluster, poisoned_target,
     assert [name for name in stamps if again[name] != stamps[name]] == [part_name(0)]
 
 
-def test_a_part_made_in_pieces_lacks_only_the_lost_documents(tiny_target, tmp_path):
+def test_a_part_made_in_pieces_lacks_only_the_lost_documents(settings, tiny_target, tmp_path):
     responses, output = Location(str(tmp_path / "responses")), Location(str(tmp_path / "features"))
     make_responses(responses)
-    worker = CaptureWorker(output, lambda done: None, responses, str(tiny_target), AUX_LAYERS, "float32", 64, 1)
+    worker = CaptureWorker(output, lambda done: None, responses, extractor_spec(settings, TARGET, str(tiny_target)))
     whole, joined, task = output.join(part_name(0)), output.join(part_name(1)), PartTask(1)
     worker.make([Piece(task, whole)])
 
@@ -142,6 +138,29 @@ def test_a_part_made_in_pieces_lacks_only_the_lost_documents(tiny_target, tmp_pa
         torch.testing.assert_close(document.aux_hidden, expected[document.key].aux_hidden, rtol=2**-7, atol=1e-3)
 
 
+def test_vllm_records_what_transformers_does(ray_cluster, bf16_target, settings, tmp_path):
+    """Both in bf16, against the exact states in float32."""
+    responses, output = Location(str(tmp_path / "responses")), Location(str(tmp_path / "features"))
+    documents = [turns for turns in merge_turns(make_responses(responses)) if turns.key != "p5:0"]
+    engine = {"max_num_batched_tokens": 512, "enable_chunked_prefill": False}
+    settings = Settings.model_validate(
+        settings.model_dump()
+        | {"target": {"dtype": "bfloat16", "max_model_len": 256}, "resources": {"features": {"engine": engine}}}
+        | {"data": settings.data.model_dump() | {"extractor": "vllm"}}
+    )
+    outcome = record_features(settings, responses, 200, TARGET, str(bf16_target), output)
+    assert outcome.rows.table() == "in 9, kept 8, truncated 0, failed[not_finite] 1"
+    found = {d.key: d for split in ("train", "held_out") for d in read_documents(output, split)}
+    in_transformers = replace(extractor_spec(settings, TARGET, str(bf16_target)), name="transformers").start()
+    exact_model = load_target(bf16_target, torch.float32)
+    for turns, other in zip(documents, in_transformers.extract([d.input_ids for d in documents]), strict=True):
+        exact = capture(exact_model, torch.tensor([turns.input_ids]), AUX_LAYERS)
+        for name in ("aux_hidden", "last_hidden"):
+            for states in (getattr(found[turns.key], name), getattr(other, name)):
+                error = states.float() - getattr(exact, name)
+                assert error.norm() / getattr(exact, name).norm() < BF16_TOLERANCE
+
+
 def test_a_disk_too_small_is_refused_before_anything_starts(settings, tmp_path):
     folder = Location(str(tmp_path))
     with pytest.raises(ConfigError, match=r"storage\.uri"):
@@ -164,8 +183,8 @@ def turns(num_tokens: int, key: str = "p:0") -> Turns:
 
 
 def test_batches_hold_at_most_so_many_tokens():
-    batches = list(pack([turns(n) for n in (3, 4, 3, 20, 1, 2)], 10))
-    assert [[len(t.input_ids) for t in batch] for batch in batches] == [[3, 4, 3], [20], [1, 2]]
+    batches = list(pack([[9] * n for n in (3, 4, 3, 20, 1, 2)], 10))
+    assert [[len(ids) for ids in batch] for batch in batches] == [[3, 4, 3], [20], [1, 2]]
 
 
 @pytest.mark.parametrize("num_states", [4, 6])

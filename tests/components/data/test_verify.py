@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from components.data.answering import SCHEMA
 from components.data.documents import Turns, merge_turns
 from components.data.parts import FORMAT_KEY, PartAccount, UnknownFormat, part_name, part_writer, read_columns
+from components.data.row_checks import FeatureWidths
 from components.data.shards import StoredDocument, feature_row, write_shard
 from components.data.verify import Finding, Verification
 from components.stage import Artifact, Outcome, Output, Stage, run_stage
@@ -155,6 +156,16 @@ def test_a_wrong_row_with_a_right_checksum_is_named(folder: Location, broken, pr
     first = findings(features)[0]
     assert (first.row, first.file) == (2, features.join(PART).uri)
     assert problem in first.problem
+
+
+def test_a_document_without_states_is_whole_only_in_a_streamed_set():
+    document = documents()[0]
+    outline = replace(document, aux_hidden=document.aux_hidden[:, :0], last_hidden=document.last_hidden[:, :0])
+    widths = FeatureWidths(document.aux_hidden.shape[1], document.last_hidden.shape[1])
+    for streamed in (widths, replace(widths, outlines=True)):
+        assert list(streamed.fit(document)) == []
+    assert len(list(widths.fit(outline))) == 2
+    assert list(replace(widths, outlines=True).fit(outline)) == []
 
 
 def test_a_document_that_is_nowhere_is_named(folder: Location):

@@ -40,7 +40,7 @@ def make_document(number: int, answer_tokens: int = 12) -> Document:
 
 
 def make_trainer(
-    documents: list[Document],
+    documents: list[Document | None],
     rank: int = 0,
     world_size: int = 1,
     config: TrainConfig = CONFIG,
@@ -60,7 +60,8 @@ def make_trainer(
     if config.shard:
         shard_head(head, world_size)
     entries = [Entry("part-00000.parquet", row, row) for row in range(len(documents))]
-    trainer = Trainer(head, teacher, entries, lambda entry: documents[entry.row], config, rank, world_size)
+    source = lambda wanted: (documents[entry.row] for entry in wanted)  # noqa: E731
+    trainer = Trainer(head, teacher, entries, source, config, rank, world_size)
     if checkpoint:
         trainer.progress = load_progress(checkpoint, trainer.optimizer)
     return trainer
@@ -180,6 +181,19 @@ def test_six_steps_equal_three_a_checkpoint_and_three(tmp_path: Path) -> None:
     assert resumed_rates == rates[3:]
     assert torch.equal(weights(second), weights(straight))
     assert second.progress.step == straight.total_steps == 6
+
+
+def test_a_document_that_cannot_be_used_is_left_out_of_its_step() -> None:
+    whole = CONFIG.model_copy(update={"documents_per_step": 9})
+    without = [None if i == 5 else document for i, document in enumerate(DOCUMENTS)]
+    trainers = [make_trainer(documents, config=whole) for documents in (without, DOCUMENTS)]
+    counts = [int(trainer.step().count_D[0]) for trainer in trainers]
+    assert counts[1] - counts[0] == 0  # number 5 has no supervised token
+    torch.testing.assert_close(weights(trainers[0]), weights(trainers[1]), atol=FP32_STEP_TOLERANCE, rtol=0)
+    nothing = make_trainer([None] * 9)
+    before = weights(nothing)
+    assert int(nothing.step().count) == 0
+    assert torch.equal(weights(nothing), before)
 
 
 def test_a_batch_without_a_supervised_token_changes_nothing() -> None:

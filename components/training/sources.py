@@ -1,0 +1,142 @@
+"""Where training documents come from: a features output (`data.mode: store`), or workers that capture them (`stream`).
+
+Both are asked for documents in training's order and hand them out in that order, so the same head comes out.
+"""
+
+import json
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+import ray
+from ray import ObjectRef
+
+from components.config import ConfigError, Settings, StageResources
+from components.data.extractors.interface import ExtractorSpec
+from components.data.shards import StoredDocument, read_shard
+from components.data.streaming import Place, StreamWorker
+from components.draft.batch import Document
+from components.storage import Location
+from components.training.order import SHARDS_SHUFFLED_TOGETHER, Entry
+
+log = logging.getLogger("aerie")
+
+GB = 1e9
+MAX_RESTARTS = 3  # of a capture worker whose process died; what it was asked for is then captured again
+
+
+class DocumentSource(Protocol):
+    """Plain values and actors' handles, so that every training worker can have it."""
+
+    def documents(self, entries: Iterable[Entry]) -> Iterator[Document | None]:
+        """The document of each entry, in the order of the entries; None for one whose features are unusable."""
+        ...
+
+
+@dataclass
+class StoredDocuments:
+    """Documents of a features output, with the last few shards kept in memory."""
+
+    location: Location
+    max_shards: int = SHARDS_SHUFFLED_TOGETHER + 1
+    _shards: OrderedDict[str, list[StoredDocument]] = field(default_factory=OrderedDict, init=False)
+
+    def documents(self, entries: Iterable[Entry]) -> Iterator[Document]:
+        return map(self._read, entries)
+
+    def _read(self, entry: Entry) -> Document:
+        if entry.shard not in self._shards:
+            self._shards[entry.shard] = read_shard(self.location, entry.shard)
+            if len(self._shards) > self.max_shards:
+                self._shards.popitem(last=False)
+        self._shards.move_to_end(entry.shard)
+        return self._shards[entry.shard][entry.row]
+
+
+@dataclass(frozen=True)
+class StreamedDocuments:
+    """Documents from `StreamWorker` actors."""
+
+    workers: Sequence[Any]
+    documents_in_flight: int
+
+    def documents(self, entries: Iterable[Entry]) -> Iterator[Document | None]:
+        """At most `documents_in_flight` are asked for and not handed out; half of them are asked for at a time, to be captured together."""
+        upcoming = iter(entries)
+        waiting: deque[ObjectRef] = deque()
+        while True:
+            if len(waiting) <= self.documents_in_flight // 2:
+                waiting += self._ask(list(islice(upcoming, self.documents_in_flight - len(waiting))))
+            if not waiting:
+                return
+            features = ray.get(waiting.popleft())
+            yield None if features is None else features.document()
+
+    def _ask(self, entries: Sequence[Entry]) -> list[ObjectRef]:
+        """A promise for each entry; one call for each worker."""
+        promises: dict[int, ObjectRef] = {}
+        for number, worker in enumerate(self.workers):
+            own = [entry for entry in entries if entry.number % len(self.workers) == number]
+            if own:
+                call = worker.capture.options(num_returns=len(own))
+                refs = call.remote([Place(entry.shard, entry.row) for entry in own])
+                promises |= zip([entry.number for entry in own], refs if len(own) > 1 else [refs], strict=True)
+        return [promises[entry.number] for entry in entries]
+
+
+@contextmanager
+def open_stream(
+    settings: Settings, extractor: ExtractorSpec, features: Location, unusable: Location
+) -> Iterator[StreamedDocuments]:
+    """Capture workers on `resources.features`, ended with the block.
+
+    Args:
+        settings: The run's.
+        extractor: What they capture with.
+        features: The features output, with an outline of every training document.
+        unusable: Folder that gets a note for each document whose features are unusable.
+
+    Raises:
+        ConfigError: the cluster has not the resources of capture and training together.
+    """
+    resources, stream = settings.resources.features, settings.data.stream
+    check_room(resources, settings.resources.train)
+    options = {
+        "num_cpus": resources.num_cpus,
+        "num_gpus": resources.num_gpus,
+        "runtime_env": {"env_vars": dict(extractor.env)},
+        "max_restarts": MAX_RESTARTS,
+        "max_task_retries": MAX_RESTARTS,
+    }
+    worker = ray.remote(StreamWorker).options(**options)
+    arguments = (extractor, features, unusable, stream.cache_gb * GB)
+    workers = [worker.remote(*arguments) for _ in range(resources.replicas)]
+    try:
+        yield StreamedDocuments(workers, stream.documents_in_flight)
+        tokens = ray.get([worker.tokens.remote() for worker in workers])
+        log.info("head: %d tokens captured, %d replayed from memory", *map(sum, zip(*tokens, strict=True)))
+    finally:
+        for handle in workers:
+            ray.kill(handle)
+
+
+def check_room(capture: StageResources, train: StageResources) -> None:
+    """Raises ConfigError when the cluster cannot run capture and training side by side: Ray would wait for ever."""
+    cluster = ray.cluster_resources()
+    for name, unit in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+        needed = sum(getattr(stage, name) * stage.replicas for stage in (capture, train))
+        if needed > cluster.get(unit, 0):
+            raise ConfigError(
+                "data.mode",
+                f"stream needs {needed:g} {unit}s for capture and training together, the cluster has {cluster.get(unit, 0):g}",
+                "lower resources.features.replicas or resources.train.replicas, or use data.mode=store",
+            )
+
+
+def unusable_documents(folder: Location) -> list[dict[str, str]]:
+    """What capture workers noted of documents that they could not hand out: key, reason and detail."""
+    return [json.loads(folder.join(name).read_bytes()) for name in folder.files()]
