@@ -8,9 +8,11 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from components.config import ConfigError, Settings
+from components.data.capturing import CaptureWorker
 from components.data.extractors.interface import extractor_spec
 from components.data.features import record_features
-from components.data.parts import part_names, read_account
+from components.data.part_worker import PartTask, Piece
+from components.data.parts import part_name, part_names
 from components.data.shards import document_index, read_documents, read_input_ids, read_shard
 from components.data.streaming import Place, StreamWorker
 from components.storage import Location
@@ -66,9 +68,12 @@ def features(ray_cluster, tiny_target: Path, tmp_path_factory: pytest.TempPathFa
         for i in range(NUM_DOCUMENTS)
     ]
     write_responses(folder.join("responses"), rows[:6], rows[6:])
-    for mode in MODES:
-        settings = settings_for(mode)
-        record_features(settings, folder.join("responses"), 250, TARGET, str(tiny_target), folder.join(mode))
+    responses, streaming = folder.join("responses"), settings_for("stream")
+    outcome = record_features(streaming, responses, 250, TARGET, str(tiny_target), folder.join("stream"))
+    assert outcome.facts["streamed_documents"] == NUM_TRAINED
+    spec = extractor_spec(settings_for("store"), TARGET, str(tiny_target))
+    worker = CaptureWorker(folder.join("store"), lambda done: None, responses, spec)
+    worker.make([Piece(PartTask(i), folder.join("store", part_name(i))) for i in range(2)])
     folder.join("vocabulary").write_bytes(save({"draft_token_ids": torch.arange(FIRST_ID, END_ID)}))
     return {mode: folder.join(mode) for mode in (*MODES, "vocabulary")}
 
@@ -120,8 +125,7 @@ def test_streamed_documents_are_outlined_and_the_others_recorded(features: dict[
     )
     assert sum(streamed) < sum(stored) / 2
     outlines = list(read_documents(features["stream"], "train"))
-    accounts = [read_account(features["stream"].join(name)) for name in part_names(features["stream"])]
-    assert len(outlines) == sum(account.figures["streamed_documents"] for account in accounts) == NUM_TRAINED
+    assert len(outlines) == NUM_TRAINED
     assert all(d.aux_hidden.shape == d.last_hidden.shape == (len(d.input_ids), 0) for d in outlines)
     for split in ("validation", "held_out"):
         for one, other in zip(*(read_documents(features[mode], split) for mode in MODES), strict=True):
