@@ -182,7 +182,7 @@ def test_two_ray_train_workers_make_it_from_a_stream(
     """11 documents, three a step: no rank ever has as many as the other, and none is left out."""
     spec = make_spec(features, "stream", tiny_target, streamed)
     resources = settings_for("stream", train={"replicas": 2}).resources.train
-    checkpoint = run_training(spec, streamed, STREAM.train, resources, str(tmp_path), lambda figures, step: None)
+    checkpoint, _ = run_training(spec, streamed, STREAM.train, resources, str(tmp_path), lambda figures, step: None)
     trainer = make_trainer(spec, streamed)
     with checkpoint.as_directory() as folder:
         load_weights(Path(folder), trainer.head)
