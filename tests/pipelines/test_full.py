@@ -33,7 +33,8 @@ def project(
     folder = tmp_path_factory.mktemp("full")
     target = folder / "target"
     make_permutation_llama(target, layers=NUM_LAYERS)
-    return make_project(folder, target, ray_cluster.environment, mlflow_server, free_port())
+    server = (ray_cluster.environment, mlflow_server, free_port())
+    return make_project(folder, target, *server, evaluate={"candidates": 2})
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,18 @@ def test_first_run_ends_with_a_verdict_on_a_head_that_drafts_perfectly(
     assert f"http://127.0.0.1:{project.port}/v1" in first_run
 
 
+def test_the_two_best_checkpoints_are_measured_and_the_better_one_goes_on(project: Project, first_run: str) -> None:
+    head, facts = project.manifests("head")[0], project.manifests("evaluation")[0]["facts"]
+    assert head["facts"]["candidates"] == ["head", "candidates/2"]
+    digests = [head["files"][f"{place}/model.safetensors"]["sha256"] for place in head["facts"]["candidates"]]
+    assert digests[0] != digests[1]
+    lengths = {name: facts["arms"][name]["al"] for name in ("candidate", "candidate_2")}
+    places = dict(zip(lengths, head["facts"]["candidates"], strict=True))
+    chosen = facts["candidate"]
+    assert lengths[chosen["arm"]] == max(lengths.values())
+    assert (chosen["place"], chosen["chosen_among"]) == (places[chosen["arm"]], 2)
+
+
 def read_verdict(project: Project) -> dict[str, Any]:
     return json.loads((project.output("publish") / "verdict.json").read_text())
 
@@ -72,7 +85,8 @@ def test_registered_files_are_the_trained_ones(
     assert version.run_id is not None
     bundle = Path(client.download_artifacts(version.run_id, "bundle", str(tmp_path)))
     downloaded = load_file(next(bundle.rglob("model.safetensors")))
-    trained = load_file(project.output("head") / "head" / "model.safetensors")
+    chosen = project.manifests("evaluation")[0]["facts"]["candidate"]["place"]
+    trained = load_file(project.output("head") / chosen / "model.safetensors")
     assert downloaded.keys() == trained.keys()
     assert all((downloaded[name] == trained[name]).all() for name in trained)
     metrics = client.get_run(version.run_id).data.metrics
@@ -85,7 +99,8 @@ def test_the_cards_command_serves_the_head_with_the_recorded_acceptance(
 ) -> None:
     client = MlflowClient(mlflow_server)
     version = client.get_model_version_by_alias(project.registered_name, "challenger")
-    recorded = client.get_run(version.run_id).data.metrics["eval/candidate/al"]
+    arm = project.manifests("evaluation")[0]["facts"]["candidate"]["arm"]
+    recorded = client.get_run(version.run_id).data.metrics[f"eval/{arm}/al"]
     with plain_vllm(project.output("publish") / "bundle", free_port()) as url:
         served = served_acceptance_length(url, held_out_prompts(project.output("responses"), 8), max_tokens=40)
     assert served == pytest.approx(recorded, rel=0.03)
@@ -120,7 +135,7 @@ def test_same_job_again_writes_nothing_and_starts_no_engine(
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-6000:]
     assert project.snapshot() == before
-    assert printed.count(": done already") == 11
+    assert printed.count(": done already") == 12
     assert ": running" not in printed
 
 
@@ -139,7 +154,12 @@ def test_equal_head_with_a_larger_k_does_not_replace_the_champion(
     if not read_verdict(project)["promote"]:  # too slow a moment for the gate: an engineer promotes it by hand
         client.set_registered_model_alias(project.registered_name, "champion", "1")
     # of two seeds' heads one may miss a draft or two on eight prompts: that much is equal here
-    settings = ["train.seed=1", f"evaluate.num_speculative_tokens={K + 1}", "publish.gate.min_effect=0.1"]
+    settings = [
+        "train.seed=1",
+        "evaluate.candidates=1",
+        f"evaluate.num_speculative_tokens={K + 1}",
+        "publish.gate.min_effect=0.1",
+    ]
     done = project.run(*(word for setting in settings for word in ("--set", setting)))
     assert done.returncode == 0, done.stdout[-6000:]
     verdict = read_verdict(project)
