@@ -1,5 +1,6 @@
 """A job on three Ray nodes of this machine, one of which is killed in the middle of it: `python -m ... OUTPUT`."""
 
+import faulthandler
 import json
 import sys
 import threading
@@ -17,21 +18,26 @@ from tests.components.data.counting import CountingWorker, counting_job, times_m
 NUM_PARTS, ROWS_PER_PART = 24, 8
 SECONDS_A_ROW = 0.05
 KILL_AFTER_ROWS = 40
-SAID = "_said.json"
+SAID, DOOMED = "_said.json", "_doomed"
+STUCK_AFTER_S = 150
 
 
 class NotingWorker(CountingWorker):
-    """Notes the nodes that rows were made on."""
+    """Notes the nodes that rows were made on, and waits for the doomed one to be among them."""
 
     def row(self, number: int) -> dict[str, Any]:
         self.output.join("_nodes", ray.get_runtime_context().get_node_id()).create(b"")
+        while not self.output.join("_nodes", self.output.join(DOOMED).read_bytes().decode()).exists():
+            time.sleep(0.05)
         return super().row(number)
 
 
 def main(output: Location) -> None:
+    faulthandler.dump_traceback_later(STUCK_AFTER_S, exit=True)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     doomed = [cluster.add_node(num_cpus=2), cluster.add_node(num_cpus=2)][0]
     ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+    output.join(DOOMED).write_bytes(doomed.node_id.encode())
     killer = threading.Thread(target=kill_in_the_middle, args=(cluster, doomed, output), daemon=True)
     killer.start()
     job = counting_job(output, ROWS_PER_PART, (), (), "", SECONDS_A_ROW, worker=NotingWorker, replicas=4)
@@ -46,9 +52,8 @@ def main(output: Location) -> None:
 
 
 def kill_in_the_middle(cluster: Cluster, node: Any, output: Location) -> None:
-    """Without a warning, once the node is at work and a part of the job is done."""
-    at_work = output.join("_nodes", node.node_id)
-    while times_made(output).total() < KILL_AFTER_ROWS or not at_work.exists():
+    """Without a warning, once a part of the job is done."""
+    while times_made(output).total() < KILL_AFTER_ROWS:
         time.sleep(0.05)
     cluster.remove_node(node, allow_graceful=False)
 
