@@ -5,8 +5,10 @@ import json
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 
@@ -20,6 +22,7 @@ SECONDS_A_ROW = 0.05
 KILL_AFTER_ROWS = 40
 SAID, DOOMED = "_said.json", "_doomed"
 STUCK_AFTER_S = 150
+NOTICED_AFTER_S = 60
 
 
 class NotingWorker(CountingWorker):
@@ -44,18 +47,31 @@ def main(output: Location) -> None:
     make_parts(job, [PartTask(number) for number in range(NUM_PARTS)])
     killer.join()
     nodes = output.join("_nodes").files()
-    alive = sum(node["Alive"] for node in ray.nodes())
-    said = {"doomed": doomed.node_id, "nodes": nodes, "alive": alive}
+    said = {"doomed": doomed.node_id, "nodes": nodes, "alive": count_alive(2)}
     output.join(SAID).write_bytes(json.dumps(said).encode())
     ray.shutdown()
     cluster.shutdown()
 
 
 def kill_in_the_middle(cluster: Cluster, node: Any, output: Location) -> None:
-    """Without a warning, once a part of the job is done."""
+    """Without a warning, once a part of the job is done; like a host, it takes all its processes along."""
     while times_made(output).total() < KILL_AFTER_ROWS:
         time.sleep(0.05)
+    processes = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
     cluster.remove_node(node, allow_graceful=False)
+    for process in processes:  # Ray's agents would outlive it
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def count_alive(expected: int) -> int:
+    """Nodes that Ray takes for alive, once they are as many as expected or it had a minute to notice."""
+    deadline_s = time.monotonic() + NOTICED_AFTER_S
+    while True:
+        alive = sum(node["Alive"] for node in ray.nodes())
+        if alive == expected or time.monotonic() > deadline_s:
+            return alive
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":
