@@ -35,15 +35,13 @@ def list_command(context: typer.Context) -> None:
     if not rows:
         print(f"{heads.name} has no version yet: run pipelines/full.py")
         return
-    table = Table(
-        "version", "aliases", "verdict", "K", "AL", "vLLM", "target", "head", "registered (UTC)", title=heads.name
-    )
+    table = Table("version", "aliases", "verdict", "K", "AL", "vLLM", "head", "registered", title=heads.name)
     for row in rows:
         al = "–" if row.al is None else f"{row.al:.3f}"
         vllm = f"{row.vllm} (stale)" if row.is_stale else row.vllm
         table.add_row(
-            str(row.version), ", ".join(row.aliases), row.verdict, row.num_speculative_tokens, al, vllm, row.target,
-            row.head_digest[:12], f"{row.created_at:%Y-%m-%d %H:%M}",
+            str(row.version), "\n".join(row.aliases), row.verdict, row.num_speculative_tokens, al, vllm,
+            row.head_digest[:12], f"{row.created_at:%Y-%m-%d}",
         )  # fmt: skip
     Console().print(table)
 
