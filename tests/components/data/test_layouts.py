@@ -5,9 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import datasets
 import pytest
@@ -15,7 +13,7 @@ import pytest
 from components.config import ConfigError, PromptSource
 from components.data.sources import source_identity
 from tests.components.data.prompt_rows import read, write_rows
-from tests.components.target.hub import COMMIT, GATED, HubHandler
+from tests.components.target.hub import COMMIT, GATED, HubHandler, serve_hub
 
 CARD = """---
 configs:
@@ -172,14 +170,8 @@ def read_all(cases: list[dict], endpoint: str, cache: Path, **more: str) -> list
 @pytest.fixture(scope="module")
 def hub(laid_out: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """Address and cache of a hub with the laid out data set."""
-    HubHandler.root, HubHandler.requests = laid_out.parents[1], []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", tmp_path_factory.mktemp("cache")
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serve_hub(laid_out.parents[1]) as address:
+        yield address, tmp_path_factory.mktemp("cache")
 
 
 CASES: list[dict] = [

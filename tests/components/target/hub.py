@@ -2,12 +2,30 @@
 
 import hashlib
 import json
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "5e1f" * 10
 GATED = "gated/model"
+
+
+@contextmanager
+def serve_hub(root: Path) -> Iterator[str]:
+    """Address of a hub with the repositories below `root`; `HubHandler.requests` has what it was asked for."""
+    HubHandler.root, HubHandler.requests = root, []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 class HubHandler(BaseHTTPRequestHandler):

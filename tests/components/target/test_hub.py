@@ -5,14 +5,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from transformers import Gemma2Config
 
-from tests.components.target.hub import COMMIT, GATED, HubHandler
+from tests.components.target.hub import COMMIT, GATED, HubHandler, serve_hub
 from tests.tiny import make_tiny_llama
 
 # the Hub's address and cache are read when huggingface_hub is imported: so a process of its own
@@ -55,14 +53,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     (unmaskable / "chat_template.jinja").write_text("{{ messages }}")
     refused = make_tiny_llama(root / "lab" / "refused")
     Gemma2Config(architectures=["Gemma2ForCausalLM"]).save_pretrained(refused)
-    HubHandler.root, HubHandler.requests = root, []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", tmp_path_factory.mktemp("cache")
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serve_hub(root) as address:
+        yield address, tmp_path_factory.mktemp("cache")
 
 
 CASES: list[tuple[str, str | None]] = [
