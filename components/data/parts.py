@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from components.stage import Outcome, RowAccount, check_rows
+from components.rows import RowAccount, check_rows
+from components.stage import Outcome
 from components.storage import Location
 
 log = logging.getLogger("aerie")

@@ -14,7 +14,7 @@ from components.data.selection import Selection, select_prompts, used_by_source
 from components.data.sources import blamed_on
 from components.data.splits import Split
 from components.data.template import renderable
-from components.stage import RowAccount
+from components.rows import RowAccount
 
 log = logging.getLogger("aerie")
 

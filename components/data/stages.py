@@ -16,7 +16,8 @@ from components.data.parts import write_quarantine
 from components.data.preparation import prepare_prompts, without_choices
 from components.data.prompt_list import PROMPTS, write_prompts
 from components.data.sources import blamed_on, source_identity
-from components.stage import Artifact, Outcome, Output, RowAccount, Stage, check_rows
+from components.rows import RowAccount, check_rows
+from components.stage import Artifact, Outcome, Output, Stage
 from components.target.aux_layers import bytes_per_token, choose_aux_layers
 from components.target.stages import target_facts, target_path
 

@@ -25,9 +25,10 @@ from components.evaluation.summary import (
 from components.forecast import Forecast, target_parameters
 from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys
-from components.stage import Artifact, Outcome, Output, Stage, installed_versions
+from components.stage import Artifact, Outcome, Output, Stage
 from components.target.engine import has_gpu
 from components.target.stages import target_facts, target_path
+from components.versions import installed_versions
 
 if TYPE_CHECKING:  # vLLM and transformers take seconds to import: only a stage that runs loads them
     from components.evaluation.preflight import PreflightReport

@@ -26,8 +26,8 @@ from components.publishing.registry import Promotion, Registry
 from components.publishing.report import render_report
 from components.publishing.run_log import addresses, log_run, send_bundle
 from components.publishing.upload import upload_bundle
-from components.stage import git_commit
 from components.tracking import Tracker
+from components.versions import git_commit
 
 DIGEST_SHOWN = 16
 """Characters of a bundle's digest in its artifact path."""

@@ -21,10 +21,11 @@ from components.serving.apps import ServedArm, Service
 from components.serving.deploy import deploy, teardown
 from components.serving.records import live_records
 from components.serving.replay import Session, make_sessions, replay
-from components.stage import Artifact, Outcome, Output, Stage, installed_versions
+from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.target.engine import has_gpu
 from components.target.stages import target_path
+from components.versions import installed_versions
 
 log = logging.getLogger("aerie")
 

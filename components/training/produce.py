@@ -20,7 +20,8 @@ from components.data.parts import write_quarantine
 from components.data.streaming import UNUSABLE
 from components.data.vocabulary import read_used_ids
 from components.draft.checkpoint import save_head
-from components.stage import Artifact, Outcome, Output, RowAccount, check_rows
+from components.rows import RowAccount, check_rows
+from components.stage import Artifact, Outcome, Output
 from components.storage import Location
 from components.target.mask_token import choose_mask_token
 from components.target.stages import target_path

@@ -13,18 +13,8 @@ from pathlib import Path
 import pytest
 
 from components.lease import LeaseHeld, LeaseLost
-from components.stage import (
-    Artifact,
-    InputChanged,
-    Outcome,
-    Output,
-    RowAccount,
-    Stage,
-    TooManyRowsLost,
-    check_rows,
-    find_artifact,
-    run_stage,
-)
+from components.rows import RowAccount, TooManyRowsLost, check_rows
+from components.stage import Artifact, InputChanged, Outcome, Output, Stage, find_artifact, run_stage
 from components.storage import Location
 from tests.conftest import project_environment
 

@@ -17,7 +17,8 @@ from components.data.parts import QUARANTINE, part_names, read_account, read_col
 from components.data.prompt_list import PROMPTS, prompt_ranges, write_prompts
 from components.data.prompts import Prompt
 from components.data.responses import answer_prompts, response_engine_kwargs
-from components.stage import Outcome, TooManyRowsLost
+from components.rows import TooManyRowsLost
+from components.stage import Outcome
 from components.storage import Location
 from components.target.chat import load_tokenizer, render
 from tests.engines import CPU_ENGINE_ENV

@@ -9,7 +9,8 @@ from components.config import ConfigError, Settings, load_settings
 from components.data.parts import QUARANTINE
 from components.data.prompt_list import PROMPTS, fixed_cut, prompt_ranges, read_range
 from components.data.stages import features_stage, prompts_stage, responses_stage, vocabulary_stage
-from components.stage import Artifact, TooManyRowsLost, run_stage
+from components.rows import TooManyRowsLost
+from components.stage import Artifact, run_stage
 from components.storage import Location
 from components.target.stages import target_stage
 from tests.components.data.prompt_rows import read

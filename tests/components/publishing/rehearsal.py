@@ -22,7 +22,8 @@ from components.evaluation.summary import HeadIdentity, choose, needed_arms, sum
 from components.pipeline import Pipeline
 from components.publishing.bundle import head_digest
 from components.publishing.stages import incumbent_stage, publish_stage
-from components.stage import Artifact, Outcome, Output, RowAccount, Stage
+from components.rows import RowAccount
+from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.tracking import Tracker
 
