@@ -15,7 +15,7 @@ from components.publishing.run_log import mlflow_errors
 from components.publishing.stages import registry_of
 from components.publishing.versions import find, list_versions, promote_by_hand, verify
 from components.storage import Location
-from pipelines.cli import guarded, installed_vllm, pipeline_app, read_settings
+from pipelines.cli import guarded, installed_vllm, pipeline_app
 from pipelines.full import define_stages
 
 app = pipeline_app(__doc__ or "", define_stages, last="publish", has_commands=True)
@@ -73,7 +73,7 @@ def rollback_command(context: typer.Context) -> None:
 
 
 def _heads(context: typer.Context) -> tuple[Registry, str]:
-    settings = read_settings(*context.obj)
+    settings = context.obj.settings()
     return registry_of(settings, Location(settings.storage.uri)), settings.mlflow.tracking_uri
 
 

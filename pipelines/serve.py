@@ -7,29 +7,19 @@ from typing import Annotated
 
 import typer
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.experiment.run import run_experiment
-from components.pipeline import Pipeline, Selection
+from components.pipeline import Pipeline
 from components.publishing.stages import challenger_stage, champion_stage
+from components.section import ConfigError
 from components.serving.apps import Service
 from components.serving.deploy import deploy
 from components.serving.records import live_records
 from components.serving.stages import champion_arm
 from components.stage import Artifact, Stage
 from components.target.stages import target_path, target_stage
-from pipelines.cli import (
-    DEFAULT_CONFIG,
-    Cluster,
-    Config,
-    First,
-    Forced,
-    Last,
-    Overrides,
-    Plan,
-    connect_to_ray,
-    guarded,
-    run_pipeline,
-)
+from pipelines.cli import connect_to_ray, guarded, run_pipeline
+from pipelines.run_options import RunOptions, with_run_options
 
 
 def define_stages(settings: Settings) -> Sequence[Stage]:
@@ -91,14 +81,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command(help=__doc__)
+@with_run_options()
 def main(
-    config: Config = DEFAULT_CONFIG,
-    cluster: Cluster = None,
-    overrides: Overrides = [],
-    plan: Plan = False,
-    first: First = None,
-    until: Last = None,
-    forced: Forced = [],
+    options: RunOptions,
     experiment: Annotated[
         bool,
         typer.Option(help="Serve the challenger beside the champion until their traffic decides; promote or stop."),
@@ -112,8 +97,8 @@ def main(
     if watch and not experiment:
         raise ConfigError("--watch", "there is nothing to compare the champion with", "give --experiment as well")
     stages = define_experiment if experiment else define_stages
-    pipeline = run_pipeline(stages, config, cluster, overrides, plan, Selection(first, until, tuple(forced)))
-    if plan:
+    pipeline = run_pipeline(stages, options)
+    if options.plan:
         return
     if experiment:
         conduct_experiment(pipeline, watch, override)

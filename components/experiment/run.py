@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.live import Live
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.experiment.conduct import Show, ask_health, conduct, live_weight
 from components.experiment.follow import Follower
 from components.experiment.journal import Journal, Plan, open_journal
@@ -24,6 +24,7 @@ from components.experiment.watch import Alarm, Reference, Watch
 from components.publishing import registry
 from components.publishing.stages import registry_of
 from components.publishing.versions import check_verdict, find
+from components.section import ConfigError
 from components.serving.apps import Service
 from components.serving.deploy import deploy
 from components.serving.records import live_records

@@ -9,9 +9,9 @@ from typing import Any
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
-from components.config import ConfigError
 from components.publishing import registry
 from components.publishing.bundle import HEAD_FILES
+from components.section import ConfigError
 from components.storage import Location
 
 DESCRIBED = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlflow.tracking import MlflowClient
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.evaluation.arms import check_baselines, refuse_synthetic, synthetic_arms
 from components.evaluation.gate import Reason, Verdict
 from components.evaluation.summary import evaluation_verdict, head_places
@@ -21,6 +21,7 @@ from components.publishing.incumbent import Candidate, describe, find_described,
 from components.publishing.publication import champion_twin, check_twin, publish
 from components.publishing.registry import CHALLENGER, CHAMPION, Registry
 from components.publishing.run_log import mlflow_errors
+from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.tracking import Tracker, public_address

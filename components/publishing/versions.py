@@ -9,9 +9,9 @@ from pathlib import Path
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
-from components.config import ConfigError
 from components.publishing import registry
 from components.publishing.registry import Promotion, Registry
+from components.section import ConfigError
 
 
 @dataclass(frozen=True)

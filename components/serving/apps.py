@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.config import ConfigError, Settings, StageResources
+from components.config import Settings, StageResources
 from components.evaluation.arms import Arm, refuse_synthetic
+from components.section import ConfigError
 from components.serving.access import read_secrets
 from components.serving.listing import PREFIX, ROUTER, with_routing
 from components.serving.routing import ArmState, RoutedArm, Routing

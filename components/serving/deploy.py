@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
-from components.config import ConfigError
+from components.section import ConfigError
 from components.serving.apps import (
     ServedArm,
     Service,

@@ -7,7 +7,7 @@ import ray
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.dashboard.utils import ray_address_to_api_server_url
 
-from components.config import ConfigError
+from components.section import ConfigError
 from components.serving.routing import Routing
 
 Application = dict[str, Any]

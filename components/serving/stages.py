@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.data.prompts import Prompt
 from components.evaluation.acceptance import RequestRecord, total
 from components.evaluation.arms import Arm, baseline_arm, head_arm, refuse_synthetic, synthetic_arms
@@ -17,6 +17,7 @@ from components.evaluation.summary import CHALLENGER, CHAMPION, NONE, chosen_pla
 from components.forecast import Forecast
 from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys, draft_label
+from components.section import ConfigError
 from components.serving.apps import ServedArm, Service
 from components.serving.deploy import deploy, teardown
 from components.serving.records import live_records

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.config import ConfigError, GateConfig
+from components.config import GateConfig
 from components.draft.checkpoint import save_head
 from components.draft.head import DraftHead
 from components.evaluation.results import load_result
 from components.evaluation.stages import evaluation_stage
 from components.evaluation.summary import evaluation_verdict
 from components.publishing.bundle import head_digest
+from components.section import ConfigError
 from components.stage import Artifact, Output
 from components.storage import Location
 from components.target.layers import load_target

@@ -12,13 +12,14 @@ import pytest
 from mlflow.tracking import MlflowClient
 from rich.console import Console
 
-from components.config import ConfigError, TrainConfig
+from components.config import TrainConfig
 from components.pipeline import Pipeline, Selection
 from components.publishing import registry
 from components.publishing.bundle import HEAD_FILES, head_digest, verify_bundle
 from components.publishing.registry import ChampionChanged, NothingToRollBack, rollback
 from components.publishing.stages import champion_stage, registry_of
 from components.publishing.summary import print_summary
+from components.section import ConfigError
 from components.stage import run_stage
 from tests.components.publishing.rehearsal import rehearse
 from tests.conftest import free_port, project_environment, run_mlflow_server

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from ray.serve.schema import ServeDeploySchema
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.evaluation.arms import Arm, SyntheticArm, head_arm
 from components.publishing.bundle import HEAD_FILES
+from components.section import ConfigError
 from components.serving import apps
 from components.serving.apps import (
     BIND_CORES,
