@@ -16,7 +16,7 @@ from components.lease import LeaseHeld, LeaseLost
 from components.pipeline import Pipeline, Selection
 from components.plan_table import print_plan
 from components.publishing.bundle import BundleError
-from components.publishing.registry import ChampionChanged, NothingToRollBack
+from components.publishing.promotion import ChampionChanged, NothingToRollBack
 from components.rows import TooManyRowsLost
 from components.serving.waiting import DeploymentFailed
 from components.stage import InputChanged, Stage

@@ -21,8 +21,9 @@ from components.publishing.card import model_card
 from components.publishing.evidence import Evidence, verdict_json
 from components.publishing.incumbent import Candidate
 from components.publishing.plots import draw_plots
+from components.publishing.promotion import Promotion, promote
 from components.publishing.provenance import provenance
-from components.publishing.registry import Promotion, Registry
+from components.publishing.registry import Registry
 from components.publishing.report import render_report
 from components.publishing.run_log import addresses, log_run, send_bundle
 from components.publishing.upload import upload_bundle
@@ -117,7 +118,7 @@ def move_champion(evidence: Evidence, heads: Registry, version: int, incumbent: 
     twin = champion_twin(evidence, heads)
     if twin is not None and int(twin.version) != version:  # the same run's earlier bundle of this head
         return Promotion(int(twin.version), incumbent, moved=False)
-    return registry.promote(heads, version, incumbent)
+    return promote(heads, version, incumbent)
 
 
 def champion_twin(evidence: Evidence, heads: Registry) -> ModelVersion | None:

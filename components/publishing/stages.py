@@ -92,9 +92,10 @@ def drafts_stage(settings: Settings) -> Stage:
     )
 
 
-def champion_stage(settings: Settings) -> Stage:
-    """Fetches the champion to serve: `champion.json` and `head/`."""
-    return _alias_stage(settings, CHAMPION, "run pipelines/full.py until a head passes the gate, or name another model")
+def champion_stage(settings: Settings, version: int | None = None) -> Stage:
+    """Fetches the champion to serve, or the version that is about to become it: `champion.json` and `head/`."""
+    fix = "run pipelines/full.py until a head passes the gate, or name another model"
+    return _alias_stage(settings, CHAMPION, fix, version)
 
 
 def challenger_stage(settings: Settings) -> Stage:
@@ -140,12 +141,15 @@ def registry_of(settings: Settings, storage: Location) -> Registry:
     return Registry(_client(settings), name, lease, settings.storage.lease_ttl_s)
 
 
-def _alias_stage(settings: Settings, alias: str, fix: str) -> Stage:
+def _alias_stage(settings: Settings, alias: str, fix: str, version: int | None = None) -> Stage:
+    """The stage of the version that holds `alias`, or will hold it."""
+    which = alias if version is None else str(version)
+
     def look_up() -> dict[str, Any]:
         with mlflow_errors(settings.mlflow.tracking_uri):
-            found = find_described(_client(settings), settings.publish.name, alias)
+            found = find_described(_client(settings), settings.publish.name, which)
         if found is None:
-            raise ConfigError("publish.name", f"{settings.publish.name} has no {alias}", fix)
+            raise ConfigError("publish.name", f"{settings.publish.name} has no {which}", fix)
         return describe(settings.publish.name, found)
 
     return Stage(

@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +12,8 @@ from mlflow.tracking import MlflowClient
 
 from components.config import ConfigError
 from components.publishing import registry
-from components.publishing.registry import Promotion, Registry
+from components.publishing.promotion import Promotion, promote
+from components.publishing.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def find(client: MlflowClient, name: str, which: str) -> ModelVersion:
     Raises:
         ConfigError: there is none.
     """
-    found = registry.find_version(client, name, which) if which.isdigit() else registry.find_alias(client, name, which)
+    found = registry.find(client, name, which)
     if found is None:
         known = ", ".join(sorted((v.version for v in client.search_model_versions(f"name = '{name}'")), key=int))
         raise ConfigError(
@@ -64,13 +66,16 @@ def verify(client: MlflowClient, version: ModelVersion) -> None:
         registry.download_version(client, version.name, version.version, Path(scratch) / "bundle")
 
 
-def promote_by_hand(heads: Registry, which: str, override: str | None) -> Promotion:
+def promote_by_hand(
+    heads: Registry, which: str, override: str | None, move_traffic: Callable[[int], None] = lambda version: None
+) -> Promotion:
     """Make a registered version the champion, whatever was measured since.
 
     Args:
         heads: The registered model.
         which: Number or alias.
         override: Why a version that the gate refused may serve all the same; kept as a tag of the version.
+        move_traffic: Called with the version before its alias moves.
 
     Raises:
         ConfigError: no such version, one that the gate refused or never saw, that has no finite AL, or that drafts for another
@@ -87,7 +92,8 @@ def promote_by_hand(heads: Registry, which: str, override: str | None) -> Promot
     verify(client, version)
     if override:
         client.set_model_version_tag(heads.name, version.version, registry.OVERRIDE_TAG, override)
-    return registry.promote(heads, int(version.version), int(champion.version) if champion else None)
+    number = int(version.version)
+    return promote(heads, number, int(champion.version) if champion else None, lambda: move_traffic(number))
 
 
 def check_verdict(version: ModelVersion, override: str | None) -> None:

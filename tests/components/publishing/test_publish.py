@@ -16,7 +16,7 @@ from components.config import ConfigError, TrainConfig
 from components.pipeline import Pipeline, Selection
 from components.publishing import registry
 from components.publishing.bundle import HEAD_FILES, head_digest, verify_bundle
-from components.publishing.registry import ChampionChanged, NothingToRollBack, rollback
+from components.publishing.promotion import ChampionChanged, NothingToRollBack, rollback
 from components.publishing.stages import champion_stage, registry_of
 from components.publishing.summary import print_summary
 from components.stage import run_stage
