@@ -4,7 +4,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import requests
 from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from components.lease import Lease
@@ -78,7 +80,7 @@ def promote(
 def rollback(registry: Registry, move_traffic: Callable[[int], None] = lambda version: None) -> Promotion:
     """Give the champion alias back to the version that held it before; the two swap, so that a second call undoes it.
 
-    A tag says from where to where until all is done: a command that was interrupted anywhere is finished by the next one, not undone.
+    A tag says from where to where until all is done: a command that was interrupted anywhere is finished by the next one, never undone.
 
     Args:
         registry: The registered model.
@@ -102,9 +104,12 @@ def rollback(registry: Registry, move_traffic: Callable[[int], None] = lambda ve
         set_alias(client, name, CHAMPION, before)
         if now is not None:
             set_alias(client, name, PREVIOUS, now)
-        client.delete_registered_model_tag(name, ROLLBACK_TAG)
+        try:
+            client.delete_registered_model_tag(name, ROLLBACK_TAG)
+        except (MlflowException, requests.RequestException) as error:
+            log.warning("%s: all is rolled back, but the next rollback will finish this one again (%s)", name, error)
     log.info("%s: rolled back from %s to version %d", name, _text(now), before)
-    return Promotion(before, now, moved=True)
+    return Promotion(before, now, moved=holders != (before, now))
 
 
 def _open_rollback(client: MlflowClient, name: str) -> tuple[int | None, int] | None:

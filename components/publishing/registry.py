@@ -3,6 +3,7 @@
 A version never changes its content: its bundle lies under a path that carries the bundle's digest.
 """
 
+import math
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -108,7 +109,12 @@ def register_version(
     """The version of the bundle at `artifact_path` of the run, made unless it exists, with `tags` and alias challenger.
 
     The same run, head and bundle give the same version, however often the command is repeated.
+
+    Raises:
+        ValueError: the tag of the AL is no finite number.
     """
+    if not math.isfinite(float(tags.get(AL_TAG, 0.0))):
+        raise ValueError(f"{AL_TAG} must be finite, not {tags[AL_TAG]}: leave it out where it is not known")
     _ensure_model(client, name)
     wanted = {key: tags[key] for key in (HEAD_DIGEST_TAG, BUNDLE_SHA256_TAG)}
     version = next(

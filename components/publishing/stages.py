@@ -16,9 +16,9 @@ from components.evaluation.summary import evaluation_verdict, head_places
 from components.forecast import Forecast
 from components.publishing.bundle import HEAD_FILES, digest_of_sums
 from components.publishing.drafts import Drafts, find_drafts, without_paths
-from components.publishing.evidence import Evidence, verdict_json
+from components.publishing.evidence import Evidence, metrics_of, verdict_json
 from components.publishing.incumbent import Candidate, describe, find_described, find_incumbent, store_head
-from components.publishing.publication import champion_twin, check_twin, publish
+from components.publishing.publication import champion_twin, check_figures, check_twin, publish
 from components.publishing.registry import CHALLENGER, CHAMPION, Registry
 from components.publishing.run_log import mlflow_errors
 from components.stage import Artifact, Outcome, Output, Stage
@@ -165,7 +165,8 @@ def _publish(settings: Settings, inputs: Mapping[str, Artifact], output: Output,
     heads = registry_of(settings, Location(output.location.uri.rsplit("/", 2)[0]))
     gate = evaluation_verdict(inputs["evaluation"], settings.publish.gate)
     evidence = Evidence(settings, inputs, _with_traffic(gate, inputs["ab"], settings.publish.gate.max_errors))
-    verdict = check_twin(evidence.verdict, champion_twin(evidence, heads), tracker.run_id)
+    verdict = check_figures(evidence.verdict, metrics_of(evidence), evidence.candidate["al"])
+    verdict = check_twin(verdict, champion_twin(evidence, heads), tracker.run_id)
     evidence = Evidence(settings, inputs, verdict)
     incumbent = inputs["incumbent"].facts["version"]
     with tempfile.TemporaryDirectory() as scratch:

@@ -86,7 +86,6 @@ def promote_by_hand(
     client = heads.client
     version, champion = find(client, heads.name, which), registry.champion(client, heads.name)
     check_verdict(version, override)
-    _check_al(version, override)
     if champion is not None:
         _check_target(version, champion)
     verify(client, version)
@@ -97,12 +96,18 @@ def promote_by_hand(
 
 
 def check_verdict(version: ModelVersion, override: str | None) -> None:
-    """Raises ConfigError for a version that the gate refused or never saw, unless `override` says why it may serve all the same."""
+    """Raises ConfigError for a version that the gate refused or never saw, or whose AL is not known, unless `override` says why it may serve."""
     verdict = version.tags.get(registry.VERDICT_TAG, "unknown")
     if verdict != "promote" and not override:
         said = "the gate refused it" if verdict == "refuse" else "no gate has seen it"
         raise ConfigError(
             "VERSION", f"{version.name} version {version.version}: {said}", "say why with --override 'REASON'"
+        )
+    if _al(version) is None and not override:
+        raise ConfigError(
+            "VERSION",
+            f"{version.name} version {version.version} has no measured acceptance length",
+            "measure it with pipelines/evaluate.py, or say why with --override 'REASON'",
         )
 
 
@@ -130,15 +135,6 @@ def _al(version: ModelVersion) -> float | None:
     except ValueError:
         return None
     return al if math.isfinite(al) else None
-
-
-def _check_al(version: ModelVersion, override: str | None) -> None:
-    if _al(version) is None and not override:
-        raise ConfigError(
-            "VERSION",
-            f"{version.name} version {version.version} has no measured acceptance length",
-            "measure it with pipelines/evaluate.py, or say why with --override 'REASON'",
-        )
 
 
 def _check_target(version: ModelVersion, champion: ModelVersion) -> None:
