@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
 ROOM_TIMEOUT_S = 10.0
@@ -13,8 +12,6 @@ def has_room(bundles: Sequence[dict[str, float]]) -> bool:
     """Whether these bundles of resources are free now, on whatever nodes; nothing stays reserved."""
     group = placement_group(list(bundles))
     try:
-        return bool(ray.get(group.ready(), timeout=ROOM_TIMEOUT_S))
-    except ray.exceptions.GetTimeoutError:
-        return False
+        return group.wait(ROOM_TIMEOUT_S)
     finally:
         remove_placement_group(group)

@@ -36,6 +36,8 @@ from tests.conftest import free_port
 from tests.pipelines.registered import register_head
 from tests.pipelines.runs import ROOT, Project, make_project
 
+pytestmark = pytest.mark.timeout(1200)  # engines start while others answer; minutes on two busy cores
+
 K = 3
 NUM_TOKENS = 24
 RATE = 6.0
