@@ -117,14 +117,23 @@ def register_version(
         raise ValueError(f"{AL_TAG} must be finite, not {tags[AL_TAG]}: leave it out where it is not known")
     _ensure_model(client, name)
     wanted = {key: tags[key] for key in (HEAD_DIGEST_TAG, BUNDLE_SHA256_TAG)}
-    version = next(
-        (v for v in versions_of_run(client, name, run_id) if wanted.items() <= v.tags.items()), None
-    ) or client.create_model_version(name, f"runs:/{run_id}/{artifact_path}", run_id, tags=wanted)
+    version = _only_version(client, name, run_id, wanted)
+    if version is None:
+        made = client.create_model_version(name, f"runs:/{run_id}/{artifact_path}", run_id, tags=wanted)
+        version = _only_version(client, name, run_id, wanted) or made
     for key, value in tags.items():
         if version.tags.get(key) != value:
             client.set_model_version_tag(name, version.version, key, value)
     set_alias(client, name, CHALLENGER, int(version.version))
     return client.get_model_version(name, version.version)
+
+
+def _only_version(client: MlflowClient, name: str, run_id: str, wanted: Mapping[str, str]) -> ModelVersion | None:
+    """The run's version with these tags; a second one goes: the client asks twice by itself when it misses a reply."""
+    found = [version for version in versions_of_run(client, name, run_id) if wanted.items() <= version.tags.items()]
+    for again in found[1:]:
+        client.delete_model_version(name, again.version)
+    return found[0] if found else None
 
 
 def versions_of_run(client: MlflowClient, name: str, run_id: str) -> list[ModelVersion]:
