@@ -276,6 +276,8 @@ class AbConfig(Section):
     """Port that the endpoint listens on."""
     first_item_timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
     """A request whose arm says nothing for this long fails with 504."""
+    drain_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    """Requests that run on an arm when it is replaced or removed may go on for this long."""
     keep_serving: bool = True
     """Leave the endpoint up after the job."""
     max_body_bytes: Count = 8388608

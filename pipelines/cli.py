@@ -14,7 +14,7 @@ from components.lease import LeaseHeld, LeaseLost
 from components.pipeline import Pipeline
 from components.plan_table import print_plan
 from components.publishing.bundle import BundleError
-from components.publishing.registry import ChampionChanged, NothingToRollBack
+from components.publishing.promotion import ChampionChanged, NothingToRollBack
 from components.rows import TooManyRowsLost
 from components.section import ConfigError
 from components.serving.waiting import DeploymentFailed

@@ -11,7 +11,8 @@ from components.experiment.policy import Action
 from components.experiment.run import act, check_pair, roll_back
 from components.experiment.watch import Alarm
 from components.publishing import registry
-from components.publishing.registry import ChampionChanged, Registry
+from components.publishing.promotion import ChampionChanged
+from components.publishing.registry import Registry
 from components.section import ConfigError
 from components.serving.stages import CHALLENGER, CHAMPION
 from components.stage import Artifact
