@@ -363,6 +363,8 @@ class PublishConfig(Section):
     """Let the gate move the `champion` alias; false: register and report only."""
     bundle_uri: str | None = None
     """s3://bucket/prefix that also receives the bundle."""
+    include_prompts: bool = True
+    """Put the held-out prompts, as token ids, into the bundle: `pipelines/evaluate.py --regression` measures the head with them."""
     gate: GateConfig = GateConfig()
 
 

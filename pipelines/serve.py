@@ -10,12 +10,13 @@ import typer
 from components.config import ConfigError, Settings
 from components.experiment.run import run_experiment
 from components.pipeline import Pipeline, Selection
+from components.publishing.incumbent import check_target
 from components.publishing.stages import challenger_stage, champion_stage
 from components.serving.apps import Service
 from components.serving.deploy import deploy
 from components.serving.records import live_records
 from components.serving.stages import champion_arm
-from components.stage import Artifact, Stage
+from components.stage import Stage
 from components.target.stages import target_path, target_stage
 from pipelines.cli import (
     DEFAULT_CONFIG,
@@ -44,7 +45,7 @@ def serve_champion(pipeline: Pipeline) -> None:
     champion = pipeline.artifacts.get("champion")
     if champion is None:
         return
-    check_target(champion, pipeline.artifacts["target"])
+    check_target(champion.facts, pipeline.artifacts["target"].facts)
     connect_to_ray()
     arms = [champion_arm(champion, 1.0)]
     records = live_records(pipeline.settings, pipeline.storage)
@@ -54,17 +55,6 @@ def serve_champion(pipeline: Pipeline) -> None:
     facts = champion.facts
     print(f"{facts['name']} version {facts['version']} serves {service.model} at {address}/v1")
     print(f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'", flush=True)
-
-
-def check_target(champion: Artifact, target: Artifact) -> None:
-    """Raises ConfigError when the champion drafts for another target than the one to serve."""
-    wanted = champion.facts
-    if wanted["target_digest"] != target.facts["digest"]:
-        raise ConfigError(
-            "target.model",
-            f"{wanted['name']} version {wanted['version']} drafts for {wanted['target_model']}",
-            "serve that target, or name another publish.name",
-        )
 
 
 def define_experiment(settings: Settings) -> Sequence[Stage]:
@@ -78,7 +68,7 @@ def conduct_experiment(pipeline: Pipeline, watch: bool, override: str | None) ->
     """Serves both heads and acts on what their traffic says; nothing when `--until` left one out."""
     if not {"champion", "challenger"} <= pipeline.artifacts.keys():
         return
-    check_target(pipeline.artifacts["champion"], pipeline.artifacts["target"])
+    check_target(pipeline.artifacts["champion"].facts, pipeline.artifacts["target"].facts)
     connect_to_ray()
     try:
         run_experiment(pipeline.settings, pipeline.storage, pipeline.artifacts, watch, override)

@@ -15,6 +15,8 @@ from components.storage import Location
 
 PREFLIGHT_PROMPTS = 8
 PREFLIGHT_TOKENS = 32
+PROMPTS = "prompts.json"
+"""The held-out prompts as they were asked: with them a head can be measured again wherever it is registered."""
 COLUMNS = ["prompt_key", "family", "turn", "prompt_ids"]
 
 

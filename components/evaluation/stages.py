@@ -69,7 +69,7 @@ def preflight_stage(settings: Settings) -> Stage:
         run=run,
         config=_engine_identity(settings) | {"num_speculative_tokens": k},
         inputs=("target", "responses", "head"),
-        extra=lambda: _platform(settings),
+        extra=lambda: platform_identity(settings),
         plan=lambda artifacts: f"one vLLM engine, {PREFLIGHT_PROMPTS} answers of {PREFLIGHT_TOKENS} tokens at K={k}",
         forecast=lambda known, expected: Forecast(rows=PREFLIGHT_PROMPTS, start_s=ARM_START_S),
     )
@@ -120,7 +120,7 @@ def evaluation_stage(settings: Settings) -> Stage:
         config=_engine_identity(settings) | {"evaluate": _evaluate_identity(settings)},
         inputs=("target", "responses", "head", "preflight", "incumbent", "drafts"),
         version=3,
-        extra=lambda: _platform(settings) | {"benchmarks": _benchmark_identities(settings)},
+        extra=lambda: platform_identity(settings) | {"benchmarks": _benchmark_identities(settings)},
         check=lambda: check_baselines(settings.evaluate.baselines),
         plan=lambda artifacts: _plan(settings, artifacts),
         forecast=lambda known, expected: _forecast(settings, known),
@@ -175,7 +175,8 @@ def _engine_identity(settings: Settings) -> dict[str, Any]:
     return {"dtype": settings.target.dtype, "max_model_len": settings.target.max_model_len}
 
 
-def _platform(settings: Settings) -> dict[str, Any]:
+def platform_identity(settings: Settings) -> dict[str, Any]:
+    """What figures depend on beside settings: vLLM, torch and the kind of device."""
     versions = installed_versions()
     device = "cuda" if has_gpu(settings.resources.evaluate) else "cpu"
     return {"device": device} | {name: versions[name] for name in VERSIONS if name in versions}

