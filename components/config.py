@@ -189,6 +189,27 @@ class TrainConfig(Section):
     """Of the head's start, the order of documents and the chains."""
 
 
+class BenchmarkConfig(Section):
+    path: str
+    """File of JSON Lines, JSON or Parquet: prompts as in `data.prompts`, each with what its scorer needs."""
+    scorer: Literal["humaneval", "mbpp", "gsm8k", "none"] = "none"
+    """What makes an answer right: tests that are run in a sandbox (humaneval, mbpp), the reference's last number (gsm8k), or nothing."""
+    max_prompts: Count | None = None
+    """At most this many, drawn by hash; null: all."""
+    max_new_tokens: Count = 512
+    """Longest answer, in tokens."""
+
+
+class SandboxConfig(Section):
+    timeout_s: Annotated[float, Field(gt=0.0)] = 10.0
+    """Wall time of one generated program."""
+    memory_mb: Annotated[int, Field(ge=128)] = 1024
+    """Memory of one generated program."""
+
+
+BenchmarkName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+
+
 class EvaluateConfig(Section):
     num_speculative_tokens: Count = 3
     """K: draft tokens of a verification round."""
@@ -204,6 +225,16 @@ class EvaluateConfig(Section):
     """Prompts of the speed pass (one at a time, fixed length); fewer than 5 would give no interval."""
     speed_tokens: Count = 32
     """Tokens of each answer in the speed pass."""
+    tasks: dict[str, list[str]] = {"code_editing": ["code_editing"], "chat": ["explanation", "rewriting"]}
+    """Families that are reported together, by task; a family that is in none is a task of its own."""
+    temperatures: Annotated[list[Annotated[float, Field(ge=0.0, le=2.0)]], Field(min_length=1)] = [0.0]
+    """Of the answers to the held-out prompts. 0.0 is required: it decides; any other adds a sampled pass that is reported apart."""
+    benchmarks: dict[BenchmarkName, BenchmarkConfig] = {}
+    """Further prompts that every arm answers greedily, each set a task of its own with a score; by name."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where generated code runs; only benchmarks with such a scorer run any."""
+    regression_tolerance: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
+    """Largest relative difference from a registered head's recorded AL in `pipelines/evaluate.py --regression`."""
     baselines: dict[str, ArmConfig] = {
         "none": ArmConfig(method="none"),
         "ngram": ArmConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=2, prompt_lookup_max=4),
@@ -216,6 +247,15 @@ class EvaluateConfig(Section):
             raise ValueError(
                 "evaluate.baselines.none must exist with method none: it is what greedy answers are compared with"
             )
+        if 0.0 not in self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
+            raise ValueError(
+                "evaluate.temperatures must hold 0.0 and nothing twice: the verdict comes from greedy answers"
+            )
+        families = [family for task in self.tasks.values() for family in task]
+        if twice := sorted({family for family in families if families.count(family) > 1}):
+            raise ValueError(f"the family {twice[0]} is in evaluate.tasks twice: leave it in one task")
+        if taken := sorted(self.benchmarks.keys() & {*self.tasks, *families}):
+            raise ValueError(f"evaluate.benchmarks.{taken[0]} has the name of a task: give it another")
         return self
 
 
@@ -320,6 +360,8 @@ class PublishConfig(Section):
     """Let the gate move the `champion` alias; false: register and report only."""
     bundle_uri: str | None = None
     """s3://bucket/prefix that also receives the bundle."""
+    include_prompts: bool = True
+    """Put the held-out prompts, as token ids, into the bundle: `pipelines/evaluate.py --regression` measures the head with them."""
     gate: GateConfig = GateConfig()
 
 

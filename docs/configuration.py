@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from components.arm_config import KEYS, ArmConfig
-from components.config import PromptSource, ResourcesConfig, Settings, StageResources
+from components.config import BenchmarkConfig, PromptSource, ResourcesConfig, Settings, StageResources
 
 HEAD = """# Configuration
 
@@ -29,7 +29,8 @@ def page() -> str:
     sections = [section(name, field) for name, field in Settings.model_fields.items()]
     arm = "\n".join(["## Arms (`evaluate.baselines.<name>`)", "", *table("", ArmConfig)])
     source = "\n".join(["## Sources (`data.prompts`, `data.benchmarks`)", "", *table("", PromptSource)])
-    return "\n\n".join([HEAD.rstrip(), *sections, source, arm, keys_by_method()]) + "\n"
+    benchmark = "\n".join(["## Benchmarks (`evaluate.benchmarks.<name>`)", "", *table("", BenchmarkConfig)])
+    return "\n\n".join([HEAD.rstrip(), *sections, source, benchmark, arm, keys_by_method()]) + "\n"
 
 
 def keys_by_method() -> str:

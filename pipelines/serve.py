@@ -11,13 +11,14 @@ from components.config import Settings
 from components.experiment.conduct import ask_health
 from components.experiment.run import run_experiment
 from components.pipeline import Pipeline, Selection
+from components.publishing.incumbent import check_target
 from components.publishing.stages import challenger_stage, champion_stage
 from components.section import ConfigError
 from components.serving.apps import Service, model_name
 from components.serving.deploy import deploy, routed_model
 from components.serving.records import live_records
 from components.serving.stages import champion_arm
-from components.stage import Artifact, Stage
+from components.stage import Stage
 from components.target.stages import target_path, target_stage
 from pipelines.cli import connect_to_ray, guarded, make_pipeline, run_pipeline
 from pipelines.run_options import RunOptions, with_run_options
@@ -54,7 +55,7 @@ def serve_champion(pipeline: Pipeline, allow_gap: bool = False) -> None:
 def champion_service(pipeline: Pipeline) -> Service:
     """The champion alone; ConfigError when it drafts for another target."""
     champion, target = pipeline.artifacts["champion"], pipeline.artifacts["target"]
-    check_target(champion, target)
+    check_target(champion.facts, target.facts)
     records = live_records(pipeline.settings, pipeline.storage)
     return Service(pipeline.settings, target_path(target), [champion_arm(champion, 1.0)], records)
 
@@ -84,17 +85,6 @@ def move_endpoint(settings: Settings, version: int, allow_gap: bool) -> bool:
     return True
 
 
-def check_target(champion: Artifact, target: Artifact) -> None:
-    """Raises ConfigError when the champion drafts for another target than the one to serve."""
-    wanted = champion.facts
-    if wanted["target_digest"] != target.facts["digest"]:
-        raise ConfigError(
-            "target.model",
-            f"{wanted['name']} version {wanted['version']} drafts for {wanted['target_model']}",
-            "serve that target, or name another publish.name",
-        )
-
-
 def define_experiment(settings: Settings) -> Sequence[Stage]:
     return [
         *define_stages(settings),
@@ -106,7 +96,7 @@ def conduct_experiment(pipeline: Pipeline, watch: bool, override: str | None, al
     """Serves both heads and acts on what their traffic says; nothing when `--until` left one out."""
     if not {"champion", "challenger"} <= pipeline.artifacts.keys():
         return
-    check_target(pipeline.artifacts["champion"], pipeline.artifacts["target"])
+    check_target(pipeline.artifacts["champion"].facts, pipeline.artifacts["target"].facts)
     connect_to_ray()
     try:
         run_experiment(pipeline.settings, pipeline.storage, pipeline.artifacts, watch, override, allow_gap)

@@ -34,6 +34,15 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """A figure of one arm; bounds are None where there are too few prompts for an interval."""
+
+    estimate: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
 class Comparison:
     """An arm's AL against a baseline's, on the prompts that both answered."""
 
@@ -43,6 +52,28 @@ class Comparison:
     difference: Interval | None
     ratio: Interval | None
     """Arm / baseline."""
+
+
+def ratios_of_sums(
+    numerators: Sequence[Sequence[float]], denominators: Sequence[float], bootstrap: Bootstrap, offset: float = 0.0
+) -> list[Estimate | None]:
+    """offset + sum(numerators[:, c]) / sum(denominators) for every column c; None where the denominators sum to 0.
+
+    Args:
+        numerators: [prompts, columns]; all columns are drawn together.
+        denominators: [prompts].
+        bootstrap: How intervals are drawn.
+        offset: Added to every ratio (1 for AL).
+    """
+    sums = np.column_stack([np.array(denominators, dtype=float), np.array(numerators, dtype=float)])
+    divisor, *totals = sums.sum(axis=0)
+    if not divisor:
+        return [None] * len(totals)
+    drawn = _draws(len(sums), bootstrap) @ sums
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = offset + drawn[:, 1:] / drawn[:, :1]
+    estimates = [float(offset + total / divisor) for total in totals]
+    return [_estimate(estimate, ratios[:, i], len(sums), bootstrap) for i, estimate in enumerate(estimates)]
 
 
 def compare_acceptance(
@@ -114,6 +145,11 @@ def _draws(num_prompts: int, bootstrap: Bootstrap) -> np.ndarray:
     """[samples, prompts]: how often each prompt is drawn."""
     rng = np.random.default_rng(bootstrap.seed)
     return rng.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=bootstrap.samples)
+
+
+def _estimate(estimate: float, drawn: np.ndarray, num_prompts: int, bootstrap: Bootstrap) -> Estimate:
+    interval = _interval(estimate, drawn, num_prompts, bootstrap)
+    return Estimate(estimate, *((interval.low, interval.high) if interval else (None, None)))
 
 
 def _interval(estimate: float, drawn: np.ndarray, num_prompts: int, bootstrap: Bootstrap) -> Interval | None:

@@ -90,6 +90,16 @@ def find_incumbent(client: MlflowClient, name: str, candidates: Sequence[Candida
     return None if replaced is None else registry.find_version(client, name, replaced)
 
 
+def check_target(head: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    """Raises ConfigError when a described head drafts for another target than the one at hand (facts of both)."""
+    if head["target_digest"] != target["digest"]:
+        raise ConfigError(
+            "target.model",
+            f"{head['name']} version {head['version']} drafts for {head['target_model']}",
+            "serve that target, or name another publish.name",
+        )
+
+
 def describe(name: str, version: ModelVersion | None) -> dict[str, Any]:
     """What later stages know of a registered head (JSON); `version` is None when there is none."""
     if version is None:

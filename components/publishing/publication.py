@@ -15,6 +15,7 @@ from mlflow.entities.model_registry import ModelVersion
 
 from components.evaluation.arms import refuse_synthetic
 from components.evaluation.gate import Reason, Verdict
+from components.evaluation.prompts import PROMPTS
 from components.evaluation.summary import chosen_place
 from components.publishing import registry
 from components.publishing.bundle import HEAD_FILES, seal_bundle
@@ -83,6 +84,8 @@ def build_bundle(evidence: Evidence, folder: Path) -> str:
     head = artifacts["head"].join(chosen_place(artifacts["evaluation"]))
     for name in HEAD_FILES:
         (folder / name).write_bytes(head.join(name).read_bytes())
+    if evidence.settings.publish.include_prompts:
+        (folder / PROMPTS).write_bytes(artifacts["evaluation"].join(PROMPTS).read_bytes())
     for stage in ("evaluation", "ab"):
         (folder / f"{stage}.json").write_bytes(artifacts[stage].join(f"{stage}.json").read_bytes())
     (folder / "provenance.json").write_text(_json(provenance(evidence)))

@@ -31,6 +31,8 @@ GIT_TAG = "aerie.git"
 AL_TAG = "aerie.al"
 VERDICT_TAG = "aerie.verdict"
 OVERRIDE_TAG = "aerie.promoted_in_spite_of_the_gate"
+REPRODUCED_TAG = "aerie.al_on_vllm."
+"""With a vLLM's version behind it: the AL that a later regression check measured on that one."""
 
 NO_SUCH_ALIAS = "INVALID_PARAMETER_VALUE"
 NO_SUCH_NAME = "RESOURCE_DOES_NOT_EXIST"

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from components.publishing.incumbent import Candidate, describe, find_described,
 from components.publishing.publication import champion_twin, check_figures, check_twin, publish
 from components.publishing.registry import CHALLENGER, CHAMPION, Registry
 from components.publishing.run_log import mlflow_errors
+from components.publishing.versions import warn_if_stale
 from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.tracking import Tracker, public_address
+from components.versions import vllm_of
 
 LEASE = "_lease.json"
 JUDGED = (
@@ -60,6 +63,7 @@ def incumbent_stage(settings: Settings) -> Stage:
         config={"name": settings.publish.name},
         inputs=("target", "head"),
         extra_for=lambda inputs: {"champion": look_up(inputs)["version"]},
+        check=lambda: _warn_if_stale(settings),
         plan=lambda artifacts: f"the champion of {settings.publish.name}, if there is one",
     )
 
@@ -158,6 +162,7 @@ def _alias_stage(settings: Settings, alias: str, fix: str, version: int | None =
         run=lambda inputs, output: _store(settings, look_up(), f"{alias}.json", output),
         config={"name": settings.publish.name},
         extra=lambda: {"version": look_up()["version"]},
+        check=lambda: _warn_if_stale(settings) if alias == CHAMPION else None,
         plan=lambda artifacts: f"download the {alias} of {settings.publish.name}",
     )
 
@@ -190,6 +195,12 @@ def _with_traffic(verdict: Verdict, ab: Artifact, max_errors: int) -> Verdict:
     errors = ab.facts["errors"]
     reason = Reason("A/B traffic", errors <= max_errors, f"{errors} errors", f"at most {max_errors} errors")
     return Verdict(verdict.promote and reason.passed, (*verdict.reasons, reason))
+
+
+def _warn_if_stale(settings: Settings) -> None:
+    """Asked before anything runs; a server that does not answer is the stage's own error, when its turn comes."""
+    with suppress(ConfigError), mlflow_errors(settings.mlflow.tracking_uri):
+        warn_if_stale(_client(settings), settings.publish.name, vllm_of())
 
 
 def _store(settings: Settings, description: Mapping[str, Any], file: str, output: Output) -> Outcome:

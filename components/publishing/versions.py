@@ -1,5 +1,6 @@
 """Registered versions as an operator sees and moves them: listed, checked against their checksums, promoted by hand."""
 
+import logging
 import math
 import tempfile
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from components.publishing import registry
 from components.publishing.promotion import Promotion, promote
 from components.publishing.registry import Registry
 from components.section import ConfigError
+
+log = logging.getLogger("aerie")
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,27 @@ def check_verdict(version: ModelVersion, override: str | None) -> None:
         )
 
 
+def measured_tag(vllm: str | None) -> str:
+    """The tag of a version whose AL was measured again, and found as recorded, on another vLLM."""
+    return f"{registry.REPRODUCED_TAG}{vllm}"
+
+
+def is_stale(version: ModelVersion, installed_vllm: str | None) -> bool:
+    """Whether what is known of the version was measured on another vLLM than this one."""
+    return version.tags.get(registry.VLLM_TAG) != installed_vllm and measured_tag(installed_vllm) not in version.tags
+
+
+def warn_if_stale(client: MlflowClient, name: str, installed_vllm: str | None) -> None:
+    """Say in the log that the champion was measured on another vLLM; nothing where there is no champion."""
+    version = registry.champion(client, name)
+    if version is not None and is_stale(version, installed_vllm):
+        log.warning(
+            "the champion of %s, version %s, is stale: measured on vLLM %s, installed is %s; "
+            "pipelines/evaluate.py --regression champion measures it again",
+            name, version.version, version.tags.get(registry.VLLM_TAG, "unknown"), installed_vllm,
+        )  # fmt: skip
+
+
 def _row(version: ModelVersion, installed_vllm: str | None) -> VersionRow:
     tags = version.tags
     measured_on = tags.get(registry.VLLM_TAG, "unknown")
@@ -121,7 +145,7 @@ def _row(version: ModelVersion, installed_vllm: str | None) -> VersionRow:
         num_speculative_tokens=tags.get(registry.NUM_SPECULATIVE_TOKENS_TAG, "unknown"),
         al=_al(version),
         vllm=measured_on,
-        is_stale=measured_on != installed_vllm,
+        is_stale=is_stale(version, installed_vllm),
         target=tags.get(registry.TARGET_MODEL_TAG, "unknown"),
         head_digest=tags.get(registry.HEAD_DIGEST_TAG, "unknown"),
         created_at=datetime.fromtimestamp(version.creation_timestamp / 1000, UTC),

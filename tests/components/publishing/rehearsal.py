@@ -17,6 +17,7 @@ from components.config import Settings
 from components.config_loading import load_settings
 from components.evaluation.acceptance import RequestRecord
 from components.evaluation.arms import Arm, baseline_arms
+from components.evaluation.prompts import PROMPTS, EvaluationPrompt, dump_prompts
 from components.evaluation.results import Answer, ArmResult, Speed, save_result
 from components.evaluation.stages import candidate_heads
 from components.evaluation.summary import HeadIdentity, choose, needed_arms, summarise, write_summary
@@ -134,6 +135,8 @@ def evaluation_stage(settings: Settings, on_stage: Callable[[str], None]) -> Sta
         walks = {str(arm.num_speculative_tokens): {"al": 1.5} for arm, _ in arms}
         facts, differences = summarise(results, {"head": walks, "bigram": walks}, candidate, champion, len(candidates))
         write_summary(output.location, facts, differences)
+        prompts = [EvaluationPrompt(f"prompt-{i}", FAMILIES[i % 2], (1, 2, 3 + i)) for i in range(NUM_PROMPTS)]
+        output.join(PROMPTS).write_bytes(dump_prompts(prompts))
         return Outcome(facts)
 
     config = {"evaluate": settings.evaluate.model_dump(mode="json")}

@@ -79,7 +79,7 @@ def test_the_first_head_is_promoted_and_alias_digest_and_download_agree(
     assert head_digest(downloaded) == version.tags["aerie.head_digest"] == facts(done)["head_digest"]
     assert head_digest(done.artifacts["head"].join("head").path) == version.tags["aerie.head_digest"]
     assert {path.name for path in downloaded.iterdir()} == {
-        *HEAD_FILES, "README.md", "evaluation.json", "ab.json", "provenance.json", "SHA256SUMS",
+        *HEAD_FILES, "README.md", "evaluation.json", "ab.json", "prompts.json", "provenance.json", "SHA256SUMS",
     }  # fmt: skip
     assert version.tags["aerie.num_speculative_tokens"] == "3"
     assert version.tags["aerie.target_digest"] == "d" * 64
