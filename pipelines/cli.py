@@ -19,6 +19,7 @@ from components.publishing.bundle import BundleError
 from components.publishing.registry import ChampionChanged, NothingToRollBack
 from components.rows import TooManyRowsLost
 from components.serving.waiting import DeploymentFailed
+from components.speed.server import ServerFailed
 from components.stage import InputChanged, Stage
 from components.storage import Location
 from components.target.vllm_versions import warn_if_untested
@@ -201,6 +202,7 @@ def guarded(main: Callable[[], None]) -> None:
         NothingToRollBack,
         BundleError,
         DeploymentFailed,
+        ServerFailed,
     ) as error:
         _fail(f"error: {error}", 1)
 

@@ -4,7 +4,7 @@
 from pipelines.cli import guarded, pipeline_app
 from pipelines.full import define_stages
 
-app = pipeline_app(__doc__ or "", define_stages, last="evaluation")
+app = pipeline_app(__doc__ or "", define_stages, last="speed")
 
 if __name__ == "__main__":
     guarded(app)

@@ -64,9 +64,9 @@ def preflight_stage(settings: Settings) -> Stage:
     return Stage(
         name="preflight",
         run=run,
-        config=_engine_identity(settings) | {"num_speculative_tokens": k},
+        config=engine_identity(settings) | {"num_speculative_tokens": k},
         inputs=("target", "responses", "head"),
-        extra=lambda: _platform(settings),
+        extra=lambda: platform_identity(settings),
         plan=lambda artifacts: f"one vLLM engine, {PREFLIGHT_PROMPTS} answers of {PREFLIGHT_TOKENS} tokens at K={k}",
         forecast=lambda known, expected: Forecast(rows=PREFLIGHT_PROMPTS, start_s=ARM_START_S),
     )
@@ -84,7 +84,7 @@ def evaluation_stage(settings: Settings) -> Stage:
         from components.evaluation.tasks import WALKED, fresh_processes, measure_task, walk_task
 
         job = _job(settings, inputs, output)
-        candidates, champion = candidate_heads(settings, inputs), _champion(inputs["incumbent"])
+        candidates, champion = candidate_heads(settings, inputs), champion_head(inputs["incumbent"])
         baselines = baseline_arms(settings.evaluate.baselines, draft_keys(inputs["drafts"]))
         arms = needed_arms(baselines, candidates[0], champion, *candidates[1:])
         with fresh_processes(job) as processes:
@@ -106,10 +106,10 @@ def evaluation_stage(settings: Settings) -> Stage:
     return Stage(
         name="evaluation",
         run=run,
-        config=_engine_identity(settings) | {"evaluate": settings.evaluate.model_dump(mode="json")},
+        config=engine_identity(settings) | {"evaluate": settings.evaluate.model_dump(mode="json")},
         inputs=("target", "responses", "head", "preflight", "incumbent", "drafts"),
         version=2,
-        extra=lambda: _platform(settings),
+        extra=lambda: platform_identity(settings),
         check=lambda: check_baselines(settings.evaluate.baselines),
         plan=lambda artifacts: _plan(settings, artifacts),
         forecast=lambda known, expected: _forecast(settings, known),
@@ -142,18 +142,21 @@ def candidate_heads(settings: Settings, inputs: Mapping[str, Artifact]) -> list[
     return heads
 
 
-def _champion(incumbent: Artifact) -> HeadIdentity | None:
+def champion_head(incumbent: Artifact) -> HeadIdentity | None:
+    """The head to beat; None while the registry has none."""
     facts = incumbent.facts
     if facts["version"] is None:
         return None
     return HeadIdentity(facts["head_digest"], facts["num_speculative_tokens"], incumbent.local(HEAD_FOLDER))
 
 
-def _engine_identity(settings: Settings) -> dict[str, Any]:
+def engine_identity(settings: Settings) -> dict[str, Any]:
+    """Settings of every engine that its figures depend on."""
     return {"dtype": settings.target.dtype, "max_model_len": settings.target.max_model_len}
 
 
-def _platform(settings: Settings) -> dict[str, Any]:
+def platform_identity(settings: Settings) -> dict[str, Any]:
+    """Versions and kind of device that measured figures depend on."""
     versions = installed_versions()
     device = "cuda" if has_gpu(settings.resources.evaluate) else "cpu"
     return {"device": device} | {name: versions[name] for name in VERSIONS if name in versions}

@@ -4,8 +4,6 @@ A fresh process an arm: nothing of one arm's engine (memory, threads, counters) 
 """
 
 import json
-import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,7 @@ from components.draft.checkpoint import load_head
 from components.evaluation.arms import Arm
 from components.evaluation.measure import MeasureOptions, measure_arm
 from components.evaluation.preflight import RecordedText, compare_drafts, record_texts
-from components.evaluation.processes import FreshProcesses
+from components.evaluation.processes import FreshProcesses, log_to_driver
 from components.evaluation.prompts import PREFLIGHT_PROMPTS, PREFLIGHT_TOKENS, read_responses, select_prompts
 from components.evaluation.recorder import RecordedDraft
 from components.evaluation.results import as_json, load_result, save_result
@@ -25,8 +23,6 @@ from components.evaluation.walked import RecordedAnswer, walk_bigram, walk_head
 from components.storage import Location
 from components.target.engine import engine_env, engine_kwargs, has_gpu
 from components.target.layers import load_target
-
-log = logging.getLogger("aerie")
 
 DRAFT_ROOM = 32
 """Tokens kept free behind an answer: closer to the engine's limit than K, vLLM drafts zeros and counts them as refused."""
@@ -78,7 +74,7 @@ def task_env(resources: StageResources) -> dict[str, str]:
 
 def measure_task(job: Job, arm: Arm, with_speed: bool) -> None:
     """Measure the arm and write `arms/<arm>.json`."""
-    _log_to_driver()
+    log_to_driver()
     evaluate = job.settings.evaluate
     options = MeasureOptions(
         max_new_tokens=evaluate.max_new_tokens,
@@ -106,7 +102,7 @@ def walk_task(job: Job, head: str, num_depths: tuple[int, ...]) -> None:
 
 def record_task(job: Job, arm: Arm) -> None:
     """Let vLLM draft with the head and write what it proposed to `_recorded.json`."""
-    _log_to_driver()
+    log_to_driver()
     prompts = select_prompts(job.responses, PREFLIGHT_PROMPTS, job.max_prompt_tokens).prompts
     texts = record_texts(arm, prompts, job.engine_kwargs(), PREFLIGHT_TOKENS)
     job.output.join(RECORDED).write_bytes(json.dumps([as_json(text) for text in texts]).encode())
@@ -141,10 +137,3 @@ def _walk_json(walk: Any) -> dict[str, Any]:
         "accepted": walk.accepted,
         "accepted_at": list(walk.accepted_at_K),
     }
-
-
-def _log_to_driver() -> None:
-    """Ray shows a task's standard error in the driver's log."""
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    log.setLevel(logging.INFO)
