@@ -11,7 +11,7 @@ class SpeedConfig(Section):
     concurrencies: list[Count] = []
     """Requests at once, each measured for itself; empty leaves the whole pass out."""
     num_speculative_tokens: Annotated[list[Count], Field(min_length=1)] = [1, 2, 3]
-    """K: every arm that speculates is served with each of them."""
+    """K: every arm that speculates is served with each of them, and with its own."""
     request_rate: Annotated[float, Field(gt=0.0)] | None = None
     """Requests a second of one more point at the largest concurrency, beside those without a limit; null leaves it out."""
     repetitions: Count = 2

@@ -21,6 +21,7 @@ from components.publishing.incumbent import Candidate, describe, find_described,
 from components.publishing.publication import champion_twin, check_twin, publish
 from components.publishing.registry import CHALLENGER, CHAMPION, Registry
 from components.publishing.run_log import mlflow_errors
+from components.speed.as_served import under_load
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.tracking import Tracker, public_address
@@ -36,6 +37,7 @@ JUDGED = (
     "preflight",
     "incumbent",
     "evaluation",
+    "speed",
     "ab",
 )
 """Everything that the bundle, the report and the run account for."""
@@ -159,7 +161,8 @@ def _alias_stage(settings: Settings, alias: str, fix: str) -> Stage:
 
 def _publish(settings: Settings, inputs: Mapping[str, Artifact], output: Output, tracker: Tracker) -> Outcome:
     heads = registry_of(settings, Location(output.location.uri.rsplit("/", 2)[0]))
-    gate = evaluation_verdict(inputs["evaluation"], settings.publish.gate)
+    loads = under_load(inputs["speed"].facts)
+    gate = evaluation_verdict(inputs["evaluation"], settings.publish.gate, loads)
     evidence = Evidence(settings, inputs, _with_traffic(gate, inputs["ab"], settings.publish.gate.max_errors))
     verdict = check_twin(evidence.verdict, champion_twin(evidence, heads), tracker.run_id)
     evidence = Evidence(settings, inputs, verdict)

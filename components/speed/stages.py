@@ -19,7 +19,7 @@ from components.evaluation.stages import (
     engine_identity,
     platform_identity,
 )
-from components.evaluation.summary import NONE, needed_arms
+from components.evaluation.summary import CANDIDATE, CHAMPION, NONE, needed_arms
 from components.forecast import Forecast, target_parameters
 from components.publishing.drafts import draft_keys
 from components.speed.dynamic import SUFFIX, dynamic_server, judge, why_not
@@ -57,6 +57,7 @@ def speed_stage(settings: Settings) -> Stage:
         config={"speed": "left out"} if speed.is_left_out else engine_identity(settings) | _identity(settings),
         inputs=() if speed.is_left_out else ("target", "responses", "head", "incumbent", "drafts", "evaluation"),
         extra=lambda: {} if speed.is_left_out else platform_identity(settings) | _files_identity(settings),
+        check=lambda: None if speed.is_left_out else _check(settings),
         plan=lambda artifacts: LEFT_OUT if speed.is_left_out else _plan(settings, artifacts),
         forecast=lambda known, expected: Forecast() if speed.is_left_out else _forecast(settings, known),
         tokens_done=lambda manifest: manifest["facts"].get("tokens"),
@@ -73,6 +74,7 @@ def arms_of(settings: Settings, inputs: Mapping[str, Artifact]) -> list[Arm]:
 
 
 def _measure(settings: Settings, inputs: Mapping[str, Artifact], output: Output) -> Outcome:
+    from components.speed.as_served import compare_as_served
     from components.speed.inputs import write_inputs
     from components.speed.loads import load_all
     from components.speed.measuring import Job
@@ -94,6 +96,7 @@ def _measure(settings: Settings, inputs: Mapping[str, Artifact], output: Output)
     measured = load_all(files)
     output.report(metrics(measured), 0)
     facts = summarise(measured) | {
+        "as_served": compare_as_served(measured, *_compared(arms), settings.publish.gate),
         "tasks": tasks,
         "tokens": sum(load.total("output_tokens") for load in measured),
         "dynamic": {arm.name: _dynamic(measured, arm, refused[arm.name], scheduled) for arm in speculating},
@@ -105,6 +108,13 @@ def _measure(settings: Settings, inputs: Mapping[str, Artifact], output: Output)
                 "speed: %s, %s at c=%d is not valid: %s", row["arm"], row["task"], row["concurrency"], row["invalid"]
             )
     return Outcome(facts)
+
+
+def _compared(arms: Sequence[Arm]) -> tuple[Arm, Arm]:
+    """The candidate, and the arm that it would replace: the champion, or plain decoding while there is none."""
+    named = {arm.name: arm for arm in arms}
+    candidate = next(arm for arm in arms if arm.name.startswith(CANDIDATE))
+    return candidate, named.get(CHAMPION, named[NONE])
 
 
 def _sweep(processes: FreshProcesses, job: Job, swept: Sequence[Served], loads: Sequence[Point]) -> list[PointFiles]:
@@ -131,7 +141,14 @@ def _identity(settings: Settings) -> dict[str, Any]:
     """What can change a figure; not how long one waits for a server."""
     speed = settings.speed.model_dump(mode="json", exclude={"start_timeout_s", "prompts"})
     baselines = {name: arm.model_dump(mode="json") for name, arm in settings.evaluate.baselines.items()}
-    return {"speed": speed, "tasks": list(settings.speed.prompts), "baselines": baselines}
+    gate = settings.publish.gate  # draws the intervals that it is shown
+    own = {"num_speculative_tokens": settings.evaluate.num_speculative_tokens, "baselines": baselines}
+    return {
+        "speed": speed,
+        "tasks": list(settings.speed.prompts),
+        "arms": own,
+        "intervals": gate.model_dump(include={"confidence", "bootstrap_samples", "seed"}),
+    }
 
 
 def _files_identity(settings: Settings) -> dict[str, Any]:
@@ -142,6 +159,11 @@ def _files_identity(settings: Settings) -> dict[str, Any]:
     return {"prompts": identities} if identities else {}
 
 
+def _check(settings: Settings) -> None:
+    """Raises ConfigError for a file of prompts that is not there: not after hours of training."""
+    _files_identity(settings)
+
+
 def _installed() -> str:
     """What `pip freeze` lists."""
     found = {f"{package.name}=={package.version}" for package in distributions()}
@@ -149,10 +171,11 @@ def _installed() -> str:
 
 
 def _num_servers(settings: Settings, known: Mapping[str, Artifact]) -> int:
-    has_champion = "incumbent" in known and known["incumbent"].facts["version"] is not None
+    heads = [settings.evaluate.num_speculative_tokens]
+    if "incumbent" in known and known["incumbent"].facts["version"] is not None:
+        heads.append(known["incumbent"].facts["num_speculative_tokens"])
     baselines = list(settings.evaluate.baselines.values())
-    swept = num_servers(baselines, 1 + has_champion, len(settings.speed.num_speculative_tokens))
-    return swept * settings.speed.repetitions
+    return num_servers(baselines, heads, settings.speed.num_speculative_tokens) * settings.speed.repetitions
 
 
 def _loads(settings: Settings) -> list[Point]:

@@ -66,6 +66,13 @@ def metrics(loads: Sequence[Load]) -> dict[str, float]:
     return figures
 
 
+def compare(loads: Sequence[Load], off: Sequence[Load], bootstrap: Bootstrap) -> Interval | None:
+    """Tokens/s of the loads / those of others at the same points, over the prompts of all of them; None with an invalid one."""
+    if any(load.invalid for load in (*loads, *off)):
+        return None
+    return compare_throughput(_pooled(loads), _pooled(off), bootstrap)
+
+
 def _row(load: Load, loads: Sequence[Load]) -> dict[str, Any]:
     point, is_valid = load.point, load.invalid is None
     return {
@@ -93,7 +100,7 @@ def _against_off(load: Load, loads: Sequence[Load]) -> Interval | None:
     off = [other for other in loads if other.num_speculative_tokens is None and other.point == load.point]
     if load.point.request_rate is not None or load.num_speculative_tokens is None or not off:
         return None
-    return _compare([load], off, Bootstrap())
+    return compare([load], off, Bootstrap())
 
 
 def _capacity(loads: Sequence[Load]) -> dict[str, Any]:
@@ -133,13 +140,7 @@ def _option(group: Sequence[Load], off: Sequence[Load], bootstrap: Bootstrap) ->
     k = group[0].num_speculative_tokens
     assert k is not None
     tokens, seconds = (sum(load.total(name) for load in group) for name in ("output_tokens", "duration_s"))
-    return Option(group[0].arm, k, tokens / seconds, _compare(group, off, bootstrap))
-
-
-def _compare(loads: Sequence[Load], off: Sequence[Load], bootstrap: Bootstrap) -> Interval | None:
-    if any(load.invalid for load in (*loads, *off)):
-        return None
-    return compare_throughput(_pooled(loads), _pooled(off), bootstrap)
+    return Option(group[0].arm, k, tokens / seconds, compare(group, off, bootstrap))
 
 
 def _pooled(loads: Sequence[Load]) -> list[dict[str, float]]:

@@ -45,7 +45,7 @@ class Point:
 
 
 def servers(arms: Sequence[Arm], ks: Sequence[int]) -> list[Served]:
-    """Every arm at every K; one that does not speculate, accepts by chance or has a schedule of its own once, as it is."""
+    """Every arm at every K and at its own; one that does not speculate, accepts by chance or has a schedule once, as it is."""
     return [Served(arm) for arm in arms for arm in _at_every_k(arm, ks)]
 
 
@@ -64,15 +64,20 @@ def num_requests(point: Point, num_prompts: int) -> int:
     return max(num_prompts, point.concurrency)
 
 
-def num_servers(baselines: Sequence[ArmConfig], num_heads: int, num_ks: int) -> int:
-    """How many servers `servers` will give, before the arms are known."""
-    fixed = [arm for arm in baselines if arm.method == "none" or arm.num_speculative_tokens_per_batch_size]
-    once = len(fixed) + sum(arm.rejection_sample_method == "synthetic" for arm in baselines if arm not in fixed)
-    return once + (len(baselines) - once + num_heads) * num_ks
+def num_servers(baselines: Sequence[ArmConfig], head_ks: Sequence[int], ks: Sequence[int]) -> int:
+    """How many servers `servers` will give: from the settings of the baselines and the Ks that heads are served with."""
+    swept = [arm.num_speculative_tokens for arm in baselines if not _is_fixed(arm)]
+    return len(baselines) - len(swept) + sum(len({*ks, own}) for own in [*swept, *head_ks])
 
 
 def _at_every_k(arm: Arm, ks: Sequence[int]) -> Iterator[Arm]:
     if not arm.speculates or arm.is_synthetic or SCHEDULE in arm.options:
         yield arm
     else:
-        yield from (replace(arm, num_speculative_tokens=k) for k in ks)
+        assert arm.num_speculative_tokens is not None
+        yield from (replace(arm, num_speculative_tokens=k) for k in sorted({*ks, arm.num_speculative_tokens}))
+
+
+def _is_fixed(arm: ArmConfig) -> bool:
+    has_schedule = arm.num_speculative_tokens_per_batch_size is not None
+    return arm.method == "none" or has_schedule or arm.rejection_sample_method == "synthetic"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from components.config import Settings
+from components.config import ConfigError, Settings
 from components.speed.loads import LATENCIES
 from components.speed.results import PointFiles
 from components.speed.stages import arms_of, speed_stage
@@ -109,9 +109,9 @@ def test_the_plan_counts_servers_and_points(tiny_target: Path, inputs: dict[str,
     stage = speed_stage(settings)
 
     assert stage.plan(inputs) == "10 servers one after another, 60 points"
-    inputs["incumbent"].manifest["facts"]["version"] = 3  # type: ignore[index]
-    assert stage.plan(inputs) == "14 servers one after another, 84 points"
-    assert stage.forecast(inputs | {"target": described(inputs["target"])}, {}).tokens == 84 * 10 * TOKENS
+    inputs["incumbent"].manifest["facts"].update(version=3, num_speculative_tokens=2)
+    assert stage.plan(inputs) == "16 servers one after another, 96 points"
+    assert stage.forecast(inputs | {"target": described(inputs["target"])}, {}).tokens == 96 * 10 * TOKENS
 
 
 def described(target: Artifact) -> Artifact:
@@ -127,3 +127,10 @@ def test_waiting_longer_for_a_server_changes_no_figure_and_a_load_does(tiny_targ
     )
     assert one == waits
     assert one != other
+
+
+def test_a_file_that_is_not_there_is_refused_before_anything_runs(tiny_target: Path) -> None:
+    stage = speed_stage(tiny_settings(tiny_target, speed=SPEED | {"prompts": {"mt": "/no/such.jsonl"}}))
+
+    with pytest.raises(ConfigError, match=r"speed\.prompts\.mt: .*such"):
+        stage.check()

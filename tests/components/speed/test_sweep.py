@@ -26,21 +26,22 @@ BASELINES = {
 
 
 def test_every_arm_is_served_at_every_k_but_for_those_that_have_one_way_only() -> None:
-    arms: list[Arm] = [*baseline_arms(BASELINES), head_arm("candidate", "/heads/new", 3)]
+    arms: list[Arm] = [*baseline_arms(BASELINES), head_arm("candidate", "/heads/new", 5)]
 
     swept = servers(arms, [1, 5])
 
     assert [served.label for served in swept] == [
         "none",
         "ngram-k1",
+        "ngram-k3",
         "ngram-k5",
         "scheduled-k4",
         "chance-k3",
         "candidate-k1",
         "candidate-k5",
     ]
-    assert num_servers(list(BASELINES.values()), 1, 2) == len(swept)
-    assert swept[2].arm.speculative_config() == {"method": "ngram", "num_speculative_tokens": 5}
+    assert num_servers(list(BASELINES.values()), [5], [1, 5]) == len(swept)
+    assert swept[3].arm.speculative_config() == {"method": "ngram", "num_speculative_tokens": 5}
 
 
 def test_the_limited_rate_is_one_more_point_a_task_at_the_largest_concurrency() -> None:
