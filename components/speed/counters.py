@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-TIMEOUT_S = 60.0
 NAMES = {
     "vllm:request_success_total": "requests",
     "vllm:prompt_tokens_total": "prompt_tokens",
@@ -45,10 +43,6 @@ class Counters:
         if lower:
             raise CountersReset(f"the server's counters went back: {', '.join(lower)}")
         return Counters(**values)
-
-
-def read_metrics(url: str) -> str:
-    return httpx.get(f"{url}/metrics", timeout=TIMEOUT_S, trust_env=False).raise_for_status().text
 
 
 def parse_counters(metrics: str) -> Counters:

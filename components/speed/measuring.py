@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from components.config import Settings
 from components.evaluation.processes import log_to_driver
 from components.speed.bench import bench_arguments, invalid_reason, run_bench
-from components.speed.counters import Counters, CountersReset, kv_capacity_tokens, parse_counters, read_metrics
+from components.speed.counters import Counters, CountersReset, kv_capacity_tokens, parse_counters
 from components.speed.inputs import read_keys, task_file
 from components.speed.results import PointFiles, measured
 from components.speed.server import Server, plain_server, serve_arguments, server_env
@@ -23,7 +21,6 @@ from components.storage import Location
 log = logging.getLogger("aerie")
 
 CHECKED_REQUESTS, CHECKED_TOKENS = 2, 24
-REQUEST_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,10 @@ def measure_server(job: Job, served: Served, wanted: tuple[Point, ...], repetiti
     """
     log_to_driver()
     arguments = serve_arguments(job.settings, job.target_path, served.arm)
-    name = f"{served.label}-{repetition}"
+    label = f"{served.label}-{repetition}"
     environment = {name: value for name, value in server_env(job.settings).items() if name.startswith("VLLM_")}
     description = {"arguments": arguments, "environment": environment}
-    job.output.join("servers", f"{name}.json").write_bytes(json.dumps(description, indent=1).encode())
+    job.output.join("servers", f"{label}.json").write_bytes(json.dumps(description, indent=1).encode())
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         try:
@@ -65,7 +62,7 @@ def measure_server(job: Job, served: Served, wanted: tuple[Point, ...], repetiti
                     line = _measure_point(job, server, job.files(served, point, repetition), place, problem)
                     log.info("speed: %s, %s: %s (%d of %d)", served.label, point.label, line, number, len(wanted))
         finally:
-            job.output.join("servers", f"{name}.log").write_bytes((place / "server.log").read_bytes())
+            job.output.join("servers", f"{label}.log").write_bytes((place / "server.log").read_bytes())
 
 
 def _measure_point(job: Job, server: Server, files: PointFiles, place: Path, problem: str | None) -> str:
@@ -75,10 +72,9 @@ def _measure_point(job: Job, server: Server, files: PointFiles, place: Path, pro
     prompts = task_file(job.output, point.task)
     local = place / f"{point.task}.jsonl"
     local.write_bytes(prompts.read_bytes())
-    before = parse_counters(read_metrics(server.url))
+    before = parse_counters(server.metrics())
     bench = run_bench(bench_arguments(settings, point, job.target_path, server.url, local, requests), place)
-    server.check()  # a dead server makes no slow point and no invalid one: the stage ends, and goes on from here
-    metrics = read_metrics(server.url)
+    metrics = server.metrics()
     try:
         counted, reset = parse_counters(metrics) - before, None
     except CountersReset as error:
@@ -93,9 +89,11 @@ def miscounted(server: Server, job: Job) -> str | None:
     """Ask a quiet server a few times: what the replies say of themselves must sum to what it counted. None: it does."""
     task = min(job.num_prompts)
     prompts = [json.loads(line)["prompt"] for line in task_file(job.output, task).read_bytes().splitlines()]
-    before = parse_counters(read_metrics(server.url))
-    replies = [_ask(server.url, job.target_path, prompt) for prompt in prompts[:CHECKED_REQUESTS]]
-    counted = parse_counters(read_metrics(server.url)) - before
+    before = parse_counters(server.metrics())
+    asked = {"model": job.target_path, "max_tokens": CHECKED_TOKENS, "temperature": 0.0}
+    asked |= {"ignore_eos": True, "add_special_tokens": False}
+    replies = [server.complete(prompt=prompt, **asked) for prompt in prompts[:CHECKED_REQUESTS]]
+    counted = parse_counters(server.metrics()) - before
     sums = sum_replies(replies)
     return None if counted == sums else f"the replies sum to {sums}, the server counted {counted}"
 
@@ -111,10 +109,3 @@ def sum_replies(replies: Sequence[dict[str, Any]]) -> Counters:
         drafted=sum(f.get("num_draft_tokens", 0) for f in figures),
         accepted=sum(f.get("num_accepted_draft_tokens", 0) for f in figures),
     )
-
-
-def _ask(url: str, model: str, prompt: str) -> dict[str, Any]:
-    body = {"model": model, "prompt": prompt, "max_tokens": CHECKED_TOKENS, "temperature": 0.0}
-    body |= {"ignore_eos": True, "add_special_tokens": False}
-    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
-    return reply.raise_for_status().json()

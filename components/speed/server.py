@@ -27,7 +27,11 @@ from components.target.engine import engine_env, engine_kwargs
 MODULE = "vllm.entrypoints.openai.api_server"
 HOST = "127.0.0.1"
 POLL_S = 0.5
+METRICS_TIMEOUT_S = 60.0
+REPLY_TIMEOUT_S = 600.0
 TAIL_LINES = 25
+MAX_ERRORS = 5
+ERROR = re.compile(r"^(\([^)]*\) )?(ERROR [^]]*\] )?[\w.]*(Error|Exception): ")
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -49,10 +53,24 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def check(self) -> None:
-        """Raises ServerFailed when it has ended."""
-        if self.process.poll() is not None:
-            raise ServerFailed(self.label, "died", log_tail(self.log))
+    def metrics(self) -> str:
+        """The text of `/metrics`; ServerFailed from a server that has died: a dead one makes no slow point and no invalid one."""
+        with self.blamed():
+            return httpx.get(f"{self.url}/metrics", timeout=METRICS_TIMEOUT_S, trust_env=False).raise_for_status().text
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """The reply to a completion request; ServerFailed when there is none."""
+        with self.blamed():
+            reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=REPLY_TIMEOUT_S, trust_env=False)
+            return reply.raise_for_status().json()
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """What goes wrong between us and the server is told with the end of its log."""
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise ServerFailed(self.label, f"does not answer ({error})", log_tail(self.log)) from None
 
 
 def serve_arguments(settings: Settings, target: str, arm: Arm) -> list[str]:
@@ -115,8 +133,11 @@ def server_env(settings: Settings) -> dict[str, str]:
 
 
 def log_tail(log: Path) -> str:
+    """The last lines of a log, after the errors before them: vLLM's last words are often "see root cause above"."""
     lines = ESCAPES.sub("", log.read_text(errors="replace")).splitlines()
-    return "\n".join(lines[-TAIL_LINES:])
+    earlier, tail = lines[:-TAIL_LINES], lines[-TAIL_LINES:]
+    errors = list(dict.fromkeys(line for line in earlier if ERROR.search(line)))
+    return "\n".join([*errors[-MAX_ERRORS:], *(["..."] if errors else []), *tail])
 
 
 def _option(name: str, value: Any) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from components.config import Settings
 from components.evaluation.arms import Arm
 from components.speed import leash, server
-from components.speed.server import ServerFailed, plain_server, serve_arguments
+from components.speed.server import ServerFailed, log_tail, plain_server, serve_arguments
 from components.speed.sweep import Served
 
 ENDS_WITHIN_S = 30
@@ -100,3 +100,18 @@ def test_the_arguments_of_an_arm_are_those_of_vllm_serve() -> None:
     assert {"--no-enable-prefix-caching", "--no-trust-remote-code"} <= set(plain)
     assert "--speculative-config" not in plain
     assert ngram[ngram.index("--speculative-config") + 1] == '{"method": "ngram", "num_speculative_tokens": 3}'
+
+
+def test_the_end_of_a_log_is_shown_with_the_errors_before_it(tmp_path: Path) -> None:
+    """vLLM ends with "see root cause above", a hundred lines below it."""
+    log = tmp_path / "server.log"
+    cause = "(EngineCore pid=7) ERROR 11-30 07:45:22 [core.py:1] ValueError: no KV cache fits"
+    log.write_text(
+        "\n".join(["\x1b[0;36mINFO up\x1b[0m", cause, "torch.OutOfMemoryError: 3 GiB", *["line"] * 99, "last"])
+    )
+
+    shown = log_tail(log).splitlines()
+
+    assert shown[:3] == [cause, "torch.OutOfMemoryError: 3 GiB", "..."]
+    assert shown[-1] == "last"
+    assert len(shown) < 30
