@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from components.arm_config import ArmConfig, engine_problems, sampler_problems
 from components.section import Count, Section, Share
+from components.speed_config import SpeedConfig
 
 Weight = Annotated[float, Field(gt=0.0, lt=1.0)]
 
@@ -386,7 +387,7 @@ class ResourcesConfig(Section):
     train: StageResources = StageResources()
     """Ray Train workers."""
     evaluate: StageResources = StageResources()
-    """The engine of the arm that is being measured."""
+    """The engine or server of the arm that is being measured."""
     ab: StageResources = StageResources()
     """One arm's resources."""
 
@@ -411,6 +412,7 @@ class Settings(Section):
     draft: DraftConfig = DraftConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    speed: SpeedConfig = SpeedConfig()
     ab: AbConfig = AbConfig()
     publish: PublishConfig = PublishConfig()
     resources: ResourcesConfig = ResourcesConfig()

@@ -18,6 +18,7 @@ from components.publishing.promotion import ChampionChanged, NothingToRollBack
 from components.rows import TooManyRowsLost
 from components.section import ConfigError
 from components.serving.waiting import DeploymentFailed
+from components.speed.server import ServerFailed
 from components.stage import InputChanged, Stage
 from components.storage import Location
 from components.target.vllm_versions import warn_if_untested
@@ -144,6 +145,7 @@ def guarded(main: Callable[[], None]) -> None:
         NothingToRollBack,
         BundleError,
         DeploymentFailed,
+        ServerFailed,
     ) as error:
         _fail(f"error: {error}", 1)
 

@@ -57,7 +57,7 @@ def main(
     ] = None,
 ) -> None:
     if regression is None:
-        run_pipeline(define_stages, options._replace(until=options.until or "evaluation"))
+        run_pipeline(define_stages, options._replace(until=options.until or "speed"))
         return
     pipeline = run_pipeline(lambda settings: define_regression(settings, regression), options)
     if not options.plan:

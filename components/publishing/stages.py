@@ -24,6 +24,7 @@ from components.publishing.registry import CHALLENGER, CHAMPION, Registry
 from components.publishing.run_log import mlflow_errors
 from components.publishing.versions import warn_if_stale
 from components.section import ConfigError
+from components.speed.as_served import under_load
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.tracking import Tracker, public_address
@@ -40,6 +41,7 @@ JUDGED = (
     "preflight",
     "incumbent",
     "evaluation",
+    "speed",
     "ab",
 )
 """Everything that the bundle, the report and the run account for."""
@@ -169,7 +171,8 @@ def _alias_stage(settings: Settings, alias: str, fix: str, version: int | None =
 
 def _publish(settings: Settings, inputs: Mapping[str, Artifact], output: Output, tracker: Tracker) -> Outcome:
     heads = registry_of(settings, Location(output.location.uri.rsplit("/", 2)[0]))
-    gate = evaluation_verdict(inputs["evaluation"], settings.publish.gate)
+    loads = under_load(inputs["speed"].facts)
+    gate = evaluation_verdict(inputs["evaluation"], settings.publish.gate, loads)
     evidence = Evidence(settings, inputs, _with_traffic(gate, inputs["ab"], settings.publish.gate.max_errors))
     verdict = check_figures(evidence.verdict, metrics_of(evidence), evidence.candidate["al"])
     verdict = check_twin(verdict, champion_twin(evidence, heads), tracker.run_id)

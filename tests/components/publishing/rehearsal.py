@@ -25,6 +25,7 @@ from components.pipeline import Pipeline
 from components.publishing.bundle import head_digest
 from components.publishing.stages import incumbent_stage, publish_stage
 from components.rows import RowAccount
+from components.speed.stages import speed_stage
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.tracking import Tracker
@@ -86,6 +87,7 @@ def rehearsed_stages(
         write("preflight", {"preflight.json": "{}"}, {"compared": 9, "equal": 9}),
         incumbent_stage(settings),
         evaluation_stage(settings, on_stage),
+        speed_stage(settings),  # left out
         ab_stage(settings, on_stage),
         publish_stage(settings),
     ]
