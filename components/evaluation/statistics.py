@@ -34,6 +34,15 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """A figure of one arm; bounds are None where there are too few prompts for an interval."""
+
+    estimate: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
 class Comparison:
     """An arm's AL against a baseline's, on the prompts that both answered."""
 
@@ -43,6 +52,33 @@ class Comparison:
     difference: Interval | None
     ratio: Interval | None
     """Arm / baseline."""
+
+
+def ratios_of_sums(
+    numerators: Sequence[Sequence[float]], denominators: Sequence[float], bootstrap: Bootstrap, offset: float = 0.0
+) -> list[Estimate | None]:
+    """offset + sum(numerators[:, c]) / sum(denominators) for every column c; None where the denominators sum to 0.
+
+    Args:
+        numerators: [prompts, columns]; all columns are drawn together.
+        denominators: [prompts].
+        bootstrap: How intervals are drawn.
+        offset: Added to every ratio (1 for AL).
+    """
+    sums = np.column_stack([np.array(denominators, dtype=float), np.array(numerators, dtype=float)])
+    divisor, *totals = sums.sum(axis=0)
+    if not divisor:
+        return [None] * len(totals)
+    drawn = _draws(len(sums), bootstrap) @ sums
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = offset + drawn[:, 1:] / drawn[:, :1]
+    found: list[Estimate | None] = []
+    for column, total in enumerate(totals):
+        estimate = float(offset + total / divisor)
+        interval = _interval(estimate, ratios[:, column], len(sums), bootstrap)
+        low, high = (interval.low, interval.high) if interval else (None, None)
+        found.append(Estimate(estimate, low, high))
+    return found
 
 
 def compare_acceptance(

@@ -9,6 +9,7 @@ from typing import Any
 from components.config import GateConfig
 from components.evaluation.acceptance import total
 from components.evaluation.arms import Arm, head_arm
+from components.evaluation.estimates import interval_facts
 from components.evaluation.gate import Measured, Verdict, decide
 from components.evaluation.losslessness import TIE_GAPS, GreedyAnswer, Losslessness, compare_answers
 from components.evaluation.results import ArmResult, as_json, figures, load_result
@@ -89,7 +90,10 @@ def summarise(
         num_candidates: Among how many it was chosen.
     """
     lossless = compare_with_plain(results)
-    arms = {name: figures(result) | {"lossless": _counts(lossless.get(name))} for name, result in results.items()}
+    arms = {
+        name: figures(result) | {"intervals": interval_facts(result.records), "lossless": _counts(lossless.get(name))}
+        for name, result in results.items()
+    }
     k = str(candidate.num_speculative_tokens)
     facts: dict[str, Any] = {
         "num_prompts": len(results[NONE].answers),
