@@ -15,7 +15,9 @@ Cause = tuple[str, str, str]
 DEAR = 0.2
 """Steps of plain decoding that drafting or verification may add to a round before it is worth a word."""
 LARGE_HEAD = 0.15
-"""Parameters of the head over those of the target; released heads of 8B targets have 4 to 10%."""
+"""Parameters that the head computes with over those of the target; four layers on an 8B target are 12%."""
+SMALL_TARGET = 5e8
+"""Parameters below which a step is so short that what a draft costs whatever its size (launches, scheduling) weighs in."""
 COVERED = 0.8
 """Share of the target's steps that have a proposal to verify."""
 CHEAP_METHODS = ("ngram", "suffix")
@@ -111,10 +113,10 @@ def _small_target(found: Evidence) -> Cause | None:
         return None
     shape = found.head["num_layers"], found.vocabulary["size"], len(found.head["aux_layers"])
     head, target = head_parameters(found.target, *shape), target_parameters(found.target)
-    if head / target < LARGE_HEAD:
+    if head / target < LARGE_HEAD and target > SMALL_TARGET:
         return None
     return (
-        "the target is small beside its head",
+        "the target is small: its steps are short beside what a draft costs",
         f"the head computes with {head / 1e6:.0f} M parameters, the target with {target / 1e6:.0f} M ({head / target:.0%})",
         "expect gains on larger targets; here use fewer layers and a smaller draft vocabulary, or n-gram drafts",
     )

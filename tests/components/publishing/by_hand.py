@@ -222,7 +222,10 @@ def speed_facts(
     off = {"arm": "none", "num_speculative_tokens": None, "gain": 0.0, "low": 0.0, "high": 0.0}
     return {
         "points": points,
-        "arms": {"none": engine | {"preemptions": 4}, "candidate": engine | {"by_k": {"1": engine, "3": engine | {"preemptions": 4}}}},
+        "arms": {
+            "none": engine | {"preemptions": 4},
+            "candidate": engine | {"by_k": {"1": engine, "3": engine | {"preemptions": 4}}},
+        },
         "recommended": {
             "chat": {
                 "1": {"arm": "candidate", "num_speculative_tokens": 3, "gain": 0.8, "low": 0.7, "high": 0.9},
