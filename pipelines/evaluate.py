@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Measure the head on real vLLM, after whatever stage before it is not done yet; or a registered head again (--regression)."""
+"""Measure the head on real vLLM, after whatever stage before it is not done yet; measure a registered head again (--regression); or say
+what is wrong with a measured one (--diagnose)."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -8,12 +9,13 @@ import typer
 
 from components.config import Settings
 from components.pipeline import Pipeline
+from components.publishing.diagnosis import print_diagnosis
 from components.publishing.regression import is_reproduced, mark, registered_stage, regression_stage, sentence
 from components.publishing.run_log import mlflow_errors
 from components.publishing.stages import registry_of
 from components.stage import Stage
 from components.target.stages import target_stage
-from pipelines.cli import guarded, run_pipeline
+from pipelines.cli import guarded, make_pipeline, run_pipeline
 from pipelines.full import define_stages
 from pipelines.run_options import RunOptions, with_run_options
 
@@ -55,7 +57,19 @@ def main(
             help="Number or alias of a registered head: is its AL on the installed vLLM still what was recorded? Exit code 1 if not.",
         ),
     ] = None,
+    diagnose: Annotated[
+        bool,
+        typer.Option(
+            "--diagnose",
+            help="Only name the likely causes of few accepted drafts, of no speed-up or of gains lost under load, with the numbers of "
+            "the finished evaluation that say so and what to do next; starts no engine.",
+        ),
+    ] = False,
 ) -> None:
+    if diagnose:
+        settings = options.settings()
+        print_diagnosis(make_pipeline(define_stages(settings), settings))
+        return
     if regression is None:
         run_pipeline(define_stages, options._replace(until=options.until or "speed"))
         return

@@ -10,6 +10,7 @@ from components.config import GateConfig
 from components.evaluation.acceptance import RequestRecord, total
 from components.evaluation.arms import Arm, head_arm
 from components.evaluation.by_task import task_facts, task_of
+from components.evaluation.estimates import interval_facts
 from components.evaluation.gate import Measured, UnderLoad, Verdict, decide
 from components.evaluation.losslessness import TIE_GAPS, GreedyAnswer, Losslessness, compare_answers
 from components.evaluation.results import ArmResult, as_json, figures, load_result
@@ -97,7 +98,11 @@ def summarise(
     """
     lossless = compare_with_plain(results)
     arms = {
-        name: figures(result) | {"lossless": lossless_counts(lossless[name]) if name in lossless else None}
+        name: figures(result)
+        | {
+            "intervals": interval_facts(result.records),
+            "lossless": lossless_counts(lossless[name]) if name in lossless else None,
+        }
         for name, result in results.items()
     }
     k = str(candidate.num_speculative_tokens)
