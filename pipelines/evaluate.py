@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from components.pipeline import Selection
-from components.publishing.diagnosis import print_diagnosis
+from components.publishing.summary import print_diagnosis
 from pipelines.cli import (
     DEFAULT_CONFIG,
     Cluster,

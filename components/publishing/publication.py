@@ -20,6 +20,7 @@ from components.publishing.bundle import HEAD_FILES, seal_bundle
 from components.publishing.card import model_card
 from components.publishing.evidence import Evidence, verdict_json
 from components.publishing.incumbent import Candidate
+from components.publishing.note import note
 from components.publishing.plots import draw_plots
 from components.publishing.provenance import provenance
 from components.publishing.registry import Promotion, Registry
@@ -99,7 +100,7 @@ def publish(evidence: Evidence, tracker: Tracker, heads: Registry, incumbent: in
     uri = settings.publish.bundle_uri
     bundle_uri = upload_bundle(folder / "bundle", uri) if uri else None
     version = registry.register_version(
-        heads.client, heads.name, tracker.run_id, artifact_path, version_tags(evidence, digest, tracker)
+        heads.client, heads.name, tracker.run_id, artifact_path, version_tags(evidence, digest, tracker), note(evidence)
     )
     outcome = outcome_sentence(evidence, int(version.version), incumbent)
     report = render_report(evidence, plots, outcome, addresses(evidence, tracker, int(version.version)))

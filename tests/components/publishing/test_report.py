@@ -49,7 +49,7 @@ def test_the_report_loads_nothing_and_has_its_plots_inside(published: Pipeline) 
     html = published.artifacts["publish"].join("report.html").read_bytes().decode()
     reader = Reader()
     reader.feed(html)
-    assert reader.images == 7
+    assert reader.images == 8
     assert all(load.startswith("data:image/png;base64,") for load in reader.loads)
     assert not {"script", "link", "iframe", "object", "base"} & reader.tags
     assert "@import" not in html
@@ -97,6 +97,17 @@ def test_the_card_has_the_tables_and_a_readable_header(published: Pipeline) -> N
     for line in card.splitlines():
         assert "None" not in line
         assert "{{" not in line
+
+
+def test_mlflows_pages_say_the_verdict_first(published: Pipeline) -> None:
+    facts, client = published.artifacts["publish"].facts, published.tracker.client
+    run, version = client.get_run(facts["run_id"]), client.get_model_version("report-head", facts["version"])
+    note = run.data.tags["mlflow.note.content"]
+    assert note.startswith("**Better than what is served.**")
+    assert f"| AL at K=3 | {published.artifacts['evaluation'].facts['arms']['candidate']['al']:.3f} |" in note
+    assert version.description == note
+    kind = client.get_experiment(facts["experiment_id"]).tags["mlflow.experimentKind"]
+    assert kind == "custom_model_development"
 
 
 def test_provenance_leads_back_to_every_output(published: Pipeline) -> None:
