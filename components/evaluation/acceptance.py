@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ class Acceptance:
     def rate_at(self) -> tuple[float | None, ...]:
         """Share of rounds that accepted at least i + 1 tokens, for position i."""
         return tuple(n / self.rounds if self.rounds else None for n in self.accepted_at)
+
+    @property
+    def histogram(self) -> tuple[int, ...]:
+        """histogram[j]: rounds that accepted exactly j draft tokens, for j of 0..K; empty without a position."""
+        at_least = (self.rounds, *self.accepted_at)
+        return tuple(a - b for a, b in pairwise((*at_least, 0))) if self.accepted_at else ()
 
 
 def total(records: Iterable[RequestRecord]) -> Acceptance:

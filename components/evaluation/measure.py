@@ -1,29 +1,32 @@
 """Measuring one arm on a real vLLM engine of its own, in two passes that are never mixed.
 
-*Speed*: one request at a time, a fixed number of tokens, end tokens ignored. *Answers*: greedy, many at once, until the target ends
-them; acceptance and losslessness come from here. Each request is followed step by step: how often the target ran for it and
+*Speed*: one request at a time, a fixed number of tokens, end tokens ignored. *Answers*: many at once, until the target ends them, greedy
+or sampled, one set of prompts after another; acceptance and losslessness come from here. Each request is followed step by step: how often the target ran for it and
 what each step gave is counted, not derived.
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import vllm
-from vllm import EngineArgs, SamplingParams
+from vllm import SamplingParams
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.metrics.reader import Counter, Vector
 
-from components.config import ConfigError
 from components.evaluation.acceptance import Acceptance, RequestRecord
+from components.evaluation.arm_engine import (
+    engine_acceptance,
+    kv_capacity_tokens,
+    num_preemptions,
+    platform,
+    start_engine,
+)
 from components.evaluation.arms import Arm
-from components.evaluation.prompts import EvaluationPrompt
+from components.evaluation.prompts import EvaluationPrompt, PromptSet
 from components.evaluation.results import Answer, ArmResult, Speed, find_problems
 
 log = logging.getLogger("aerie")
@@ -32,12 +35,12 @@ WARMUP_TOKENS = 16
 NUM_RIVALS = 4
 """Likely tokens recorded at each position of a plain answer: a tie of three tokens is still seen as one."""
 PROGRESS_EVERY_S = 10.0
+SAMPLING_SEED = 0
+"""Of the first sampled answer; the others count on from it."""
 
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    max_new_tokens: int
-    """Longest answer of the answers pass."""
     concurrency: int
     """Requests at once in the answers pass."""
     speed_prompts: int
@@ -74,16 +77,16 @@ class Generation:
 
 def measure_arm(
     arm: Arm,
-    prompts: Sequence[EvaluationPrompt],
+    sets: Iterable[PromptSet],
     engine_kwargs: Mapping[str, Any],
     options: MeasureOptions,
     target: str,
-) -> ArmResult:
-    """Start the arm's engine in this process and run both passes.
+) -> Iterator[tuple[PromptSet, ArmResult]]:
+    """Start the arm's engine in this process and answer one set of prompts after another; each result as it is there.
 
     Args:
         arm: How to serve.
-        prompts: What every arm is asked.
+        sets: What is asked; the next one is looked at when the one before it is answered.
         engine_kwargs: Arguments of `vllm.EngineArgs`, without the speculative ones.
         options: Lengths and concurrency.
         target: The target's digest, kept beside the figures.
@@ -92,11 +95,20 @@ def measure_arm(
     engine = start_engine(arm, engine_kwargs, max_num_seqs=options.concurrency)
     engine_start_s = time.monotonic() - started
     log.info("arm %s: engine up in %.0f s", arm.name, engine_start_s)
-    generate(engine, prompts[:1], greedy(WARMUP_TOKENS, ignore_eos=True), 1, "warm-up")
-    speeds = _speed_pass(engine, arm, prompts[: options.speed_prompts], options)
+    for number, asked in enumerate(sets):
+        if number == 0:
+            generate(engine, asked.prompts[:1], sampling(WARMUP_TOKENS, ignore_eos=True), 1, "warm-up")
+        yield asked, _measure_set(engine, arm, asked, options, target, engine_start_s)
+
+
+def _measure_set(
+    engine: LLMEngine, arm: Arm, asked: PromptSet, options: MeasureOptions, target: str, engine_start_s: float
+) -> ArmResult:
+    timed = asked.prompts[: options.speed_prompts] if asked.is_timed else ()
+    speeds = _speed_pass(engine, arm, timed, options)
     engine.reset_prefix_cache()  # or the answers pass would find its first prompts computed
-    started = time.monotonic()
-    answers, counters = _answers_pass(engine, arm, prompts, options)
+    started, preempted = time.monotonic(), num_preemptions(engine)
+    answers, counters = _answers_pass(engine, arm, asked, options.concurrency)
     return ArmResult(
         arm=arm,
         platform=platform(engine, target),
@@ -105,61 +117,28 @@ def measure_arm(
         engine_start_s=engine_start_s,
         answers_s=time.monotonic() - started,
         engine_counters=counters,
-        problems=find_problems(answers, counters),
+        problems=find_problems(answers, counters, speeds, options.speed_tokens),
+        kv_capacity_tokens=kv_capacity_tokens(engine),
+        preemptions=num_preemptions(engine) - preempted,
     )
-
-
-def start_engine(arm: Arm, engine_kwargs: Mapping[str, Any], **defaults: Any) -> LLMEngine:
-    """A vLLM engine that serves the arm and counts per request; `engine_kwargs` go before `defaults`.
-
-    Raises:
-        ConfigError: vLLM takes what drafts for a draft of another method.
-    """
-    kwargs: dict[str, Any] = defaults | dict(engine_kwargs) | {"disable_log_stats": False}
-    if arm.speculates:  # vLLM refuses the setting where nothing speculates
-        kwargs |= {"speculative_config": arm.speculative_config(), "per_request_spec_decode_metrics": "summary"}
-    engine = LLMEngine.from_engine_args(EngineArgs(**kwargs))
-    _check_method(engine, arm)
-    return engine
-
-
-def _check_method(engine: LLMEngine, arm: Arm) -> None:
-    """vLLM guesses the method of some drafts by their architecture, and then the figures would be another arm's."""
-    wanted, served = arm.speculative_config(), engine.vllm_config.speculative_config
-    if wanted and (served is None or served.method != wanted["method"]):
-        found = served.method if served else "no speculation"
-        raise ConfigError(
-            f"evaluate.baselines.{arm.name}.method",
-            f"vLLM serves {arm.model or 'the target'} by {found}, not by {wanted['method']}",
-            "state the method that this draft was made for",
-        )
-
-
-def platform(engine: LLMEngine, target: str) -> dict[str, str]:
-    """What figures depend on besides the arm."""
-    device = engine.vllm_config.device_config.device_type
-    return {
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "dtype": str(engine.model_config.dtype).removeprefix("torch."),
-        "target": target,
-    }
 
 
 def generate(
     engine: LLMEngine, prompts: Sequence[EvaluationPrompt], params: SamplingParams, concurrency: int, label: str
 ) -> list[Generation]:
-    """Run the prompts with at most `concurrency` at once; one result a prompt, in order."""
-    waiting = deque(prompts)
+    """Run the prompts with at most `concurrency` at once; one result a prompt, in order.
+
+    Where `params` has a seed, the prompt in place i draws from seed + i.
+    """
+    waiting = deque(enumerate(prompts))
     running: dict[str, Generation] = {}
     done: dict[str, Generation] = {}
     reported = started = time.monotonic()
     while waiting or running:
         while waiting and len(running) < concurrency:
-            prompt = waiting.popleft()
+            place, prompt = waiting.popleft()
             running[prompt.key] = Generation(prompt, time.monotonic())
-            engine.add_request(prompt.key, {"prompt_token_ids": list(prompt.prompt_ids)}, params)
+            engine.add_request(prompt.key, {"prompt_token_ids": list(prompt.prompt_ids)}, _seeded(params, place))
         for output in engine.step():
             running[output.request_id].add(output.outputs[0], time.monotonic())
             if output.finished:
@@ -170,34 +149,22 @@ def generate(
     return [done[prompt.key] for prompt in prompts]
 
 
-def engine_acceptance(engine: LLMEngine) -> Acceptance:
-    """The engine's counters since its start (all its drafts, of every request)."""
-    metrics = engine.get_metrics()
-    counts = {m.name.removeprefix("vllm:spec_decode_num_"): m.value for m in metrics if isinstance(m, Counter)}
-    vectors = [m.values for m in metrics if isinstance(m, Vector)]
-    return Acceptance(
-        rounds=counts.get("drafts", 0),
-        drafted=counts.get("draft_tokens", 0),
-        accepted=counts.get("accepted_tokens", 0),
-        accepted_at=tuple(vectors[0]) if vectors else (),
-    )
-
-
 def _speed_pass(
     engine: LLMEngine, arm: Arm, prompts: Sequence[EvaluationPrompt], options: MeasureOptions
 ) -> tuple[Speed, ...]:
     engine.reset_prefix_cache()
-    params = greedy(options.speed_tokens, ignore_eos=True)
+    params = sampling(options.speed_tokens, ignore_eos=True)
     runs = generate(engine, prompts, params, 1, f"arm {arm.name}, speed")
     return tuple(Speed(run.prompt.key, len(run.token_ids), run.duration_s, run.first_token_s) for run in runs)
 
 
 def _answers_pass(
-    engine: LLMEngine, arm: Arm, prompts: Sequence[EvaluationPrompt], options: MeasureOptions
+    engine: LLMEngine, arm: Arm, asked: PromptSet, concurrency: int
 ) -> tuple[tuple[Answer, ...], Acceptance | None]:
     before = engine_acceptance(engine)
-    params = greedy(options.max_new_tokens, logprobs=None if arm.speculates else NUM_RIVALS)
-    runs = generate(engine, prompts, params, options.concurrency, f"arm {arm.name}, answers")
+    keeps_rivals = not arm.speculates and not asked.temperature
+    params = sampling(asked.max_new_tokens, asked.temperature, logprobs=NUM_RIVALS if keeps_rivals else None)
+    runs = generate(engine, asked.prompts, params, concurrency, f"arm {arm.name}, {asked.place}")
     answers = tuple(make_answer(run, arm) for run in runs)
     return answers, _difference(engine_acceptance(engine), before) if arm.speculates else None
 
@@ -224,6 +191,14 @@ def make_answer(run: Generation, arm: Arm) -> Answer:
     return Answer(record, tuple(run.token_ids), max(run.num_steps - 1, 0), tuple(run.rivals))
 
 
+def _seeded(params: SamplingParams, place: int) -> SamplingParams:
+    if params.seed is None:
+        return params
+    own = params.clone()
+    own.seed = params.seed + place
+    return own
+
+
 def _error(run: Generation, arm: Arm) -> str | None:
     """An answer with nothing but its end token is empty: counting it as a success would hide a broken arm."""
     assert run.last is not None
@@ -236,9 +211,13 @@ def _error(run: Generation, arm: Arm) -> str | None:
     return None
 
 
-def greedy(max_tokens: int, ignore_eos: bool = False, logprobs: int | None = None) -> SamplingParams:
+def sampling(
+    max_tokens: int, temperature: float = 0.0, ignore_eos: bool = False, logprobs: int | None = None
+) -> SamplingParams:
+    """How answers are drawn: greedily at temperature 0, else from a fixed seed."""
     return SamplingParams(
-        temperature=0.0,
+        temperature=temperature,
+        seed=SAMPLING_SEED if temperature else None,
         max_tokens=max_tokens,
         ignore_eos=ignore_eos,
         logprobs=logprobs,

@@ -20,8 +20,9 @@ from components.draft.chains import ChainRows, Chains
 from components.draft.drafting import greedy_drafts
 from components.draft.head import DraftHead
 from components.draft.passes import chain_pass, prefix_pass
+from components.evaluation.arm_engine import start_engine
 from components.evaluation.arms import Arm
-from components.evaluation.measure import generate, greedy, start_engine
+from components.evaluation.measure import generate, sampling
 from components.evaluation.prompts import EvaluationPrompt
 from components.evaluation.recorder import RecordedDraft
 from components.target.layers import capture
@@ -106,7 +107,7 @@ def record_texts(
     """Answer the prompts greedily in a vLLM engine in this process and keep every proposal of its drafter."""
     engine = start_engine(arm, engine_kwargs, max_num_seqs=CONCURRENCY, worker_extension_cls=RECORDER)
     engine.collective_rpc("record_drafts")
-    runs = generate(engine, prompts, greedy(max_new_tokens), CONCURRENCY, "preflight")
+    runs = generate(engine, prompts, sampling(max_new_tokens), CONCURRENCY, "preflight")
     recorded = [RecordedDraft(*row) for row in engine.collective_rpc("take_recorded_drafts")[0]]
     return [
         RecordedText(

@@ -1,4 +1,4 @@
-"""The held-out prompts that every arm answers, as token ids: the same ids on every arm."""
+"""The prompts that every arm answers, as token ids: the same ids on every arm."""
 
 import hashlib
 from collections import defaultdict
@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
+from pydantic import TypeAdapter
 
+from components.data.parts import part_names, read_columns
 from components.storage import Location
 
 PREFLIGHT_PROMPTS = 8
 PREFLIGHT_TOKENS = 32
-COLUMNS = ["prompt_key", "family", "split", "turn", "prompt_ids"]
+PROMPTS = "prompts.json"
+"""The held-out prompts as they were asked: with them a head can be measured again wherever it is registered."""
+COLUMNS = ["prompt_key", "family", "turn", "prompt_ids"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,22 @@ class EvaluationPrompt:
     key: str
     family: str
     prompt_ids: tuple[int, ...]
+
+
+_PROMPTS = TypeAdapter(tuple[EvaluationPrompt, ...])
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts that are answered in one pass, and how; figures of two sets are never mixed."""
+
+    place: str
+    """Folder of its results in the evaluation's output, one file an arm."""
+    prompts: tuple[EvaluationPrompt, ...]
+    max_new_tokens: int
+    temperature: float = 0.0
+    is_timed: bool = False
+    """Whether the speed pass runs on its first prompts."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +79,26 @@ def select_prompts(responses: Location, num_prompts: int, max_prompt_tokens: int
 
 
 def read_responses(responses: Location, columns: Sequence[str], split: str) -> pa.Table:
-    """Columns of the answered turns of one split, in the order of the shards."""
-    shards = [name for name in responses.files() if name.startswith("part-")]
+    """Columns of the answered turns of one split, in the order of the shards.
+
+    Raises:
+        CorruptPart: a shard is not whole, or of another version's format.
+    """
+    wanted = pc.field("split") == split
     tables = [
-        pq.read_table(
-            pa.BufferReader(responses.join(name).read_bytes()), columns=list(columns), filters=[("split", "=", split)]
-        )
-        for name in shards
+        read_columns(responses.join(name), [*columns, "split"]).filter(wanted).select(list(columns))
+        for name in part_names(responses)
     ]
     return pa.concat_tables(tables) if tables else pa.table({name: [] for name in columns})
+
+
+def dump_prompts(prompts: Sequence[EvaluationPrompt]) -> bytes:
+    """The prompts as JSON, in their order: what `load_prompts` reads."""
+    return _PROMPTS.dump_json(tuple(prompts))
+
+
+def load_prompts(file: Location) -> tuple[EvaluationPrompt, ...]:
+    return _PROMPTS.validate_json(file.read_bytes())
 
 
 def _in_turn(prompts: Sequence[EvaluationPrompt]) -> list[EvaluationPrompt]:

@@ -1,6 +1,6 @@
 """What is written of one measured arm, and the figures made of it."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -9,12 +9,13 @@ from pydantic import TypeAdapter
 
 from components.evaluation.acceptance import Acceptance, RequestRecord, by_family, total
 from components.evaluation.arms import Arm
+from components.evaluation.looping import is_looped
 from components.storage import Location
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One greedy answer to a held-out prompt, ended by the target itself or by its length."""
+    """One answer, ended by the target itself or by its length."""
 
     record: RequestRecord
     output_ids: tuple[int, ...]
@@ -31,6 +32,11 @@ class Answer:
         them is the target's own token, which follows the accepted drafts, the others are drafts.
         """
         return max(0, self.target_steps + self.record.accepted - self.record.output_tokens)
+
+    @property
+    def is_looped(self) -> bool:
+        """Whether it repeated itself until it was cut off (`looping`)."""
+        return is_looped(self.output_ids, self.record.finish_reason)
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class Speed:
 
 @dataclass(frozen=True)
 class ArmResult:
+    """One arm's answers to one set of prompts; of the held-out prompts with the times of the speed pass."""
+
     arm: Arm
     platform: dict[str, str]
     answers: tuple[Answer, ...]
@@ -61,6 +69,10 @@ class ArmResult:
     """The engine's own counters over the answers pass; None where nothing speculates."""
     problems: tuple[str, ...] = field(default=())
     """Why the arm's figures must not be used; empty for a valid arm."""
+    kv_capacity_tokens: int | None = None
+    """Tokens whose keys and values the engine has room for; None where it does not say."""
+    preemptions: int | None = None
+    """Requests that were put back for want of that room, over the answers pass."""
 
     @property
     def acceptance_length_within(self) -> float | None:
@@ -93,13 +105,27 @@ def load_result(location: Location) -> ArmResult:
     return _RESULT.validate_json(location.read_bytes())
 
 
-def find_problems(answers: tuple[Answer, ...], engine_counters: Acceptance | None) -> tuple[str, ...]:
-    """Why these answers cannot be trusted: empty or failed ones, or counters that contradict each other."""
+def find_problems(
+    answers: Sequence[Answer],
+    engine_counters: Acceptance | None,
+    speeds: Sequence[Speed] = (),
+    speed_tokens: int = 0,
+) -> tuple[str, ...]:
+    """Why these figures cannot be trusted: empty or failed answers, or counters that contradict each other.
+
+    Args:
+        answers: Of the answers pass.
+        engine_counters: The engine's own over that pass: they must be the very sums of the answers' counters.
+        speeds: Of the speed pass; one that is shorter than `speed_tokens` failed, and is no slow answer.
+        speed_tokens: What each of them had to give.
+    """
     records = [answer.record for answer in answers]
     errors = sorted({record.error for record in records if record.error is not None})
     problems = [f"{sum(r.error == e for r in records)} of {len(records)} answers: {e}" for e in errors]
     if not records:
         problems.append("no answers")
+    if cut := sum(speed.tokens != speed_tokens for speed in speeds):
+        problems.append(f"{cut} of {len(speeds)} timed answers: not {speed_tokens} tokens")
     if engine_counters is not None and (sums := _sums(records)) != engine_counters:
         problems.append(f"the requests' counters sum to {sums}, the engine counted {engine_counters}")
     return tuple(problems)
@@ -114,7 +140,6 @@ def figures(result: ArmResult) -> dict[str, Any]:
     sums = total(result.records)
     good = [answer for answer in result.answers if answer.record.error is None]
     steps = sum(answer.target_steps for answer in good)
-    tokens = sum(answer.record.output_tokens - 1 for answer in good)
     return {
         "method": result.arm.method,
         "synthetic": result.arm.is_synthetic,
@@ -130,14 +155,28 @@ def figures(result: ArmResult) -> dict[str, Any]:
         "al": sums.acceptance_length,
         "acceptance_rate": sums.acceptance_rate,
         "accepted_at": list(sums.rate_at),
-        "tokens_per_step": tokens / steps if steps else None,
+        "tokens_per_step": tokens_per_step(good),
         "coverage": sums.rounds / steps if steps and result.arm.speculates else None,
         "tokens_per_s_c1": median(result.tokens_per_s.values()) if result.speeds else None,
         "first_token_s": median(speed.first_token_s for speed in result.speeds) if result.speeds else None,
+        "looped": share_looped(good),
+        "kv_capacity_tokens": result.kv_capacity_tokens,
+        "preemptions": result.preemptions,
         "family_al": {family: part.acceptance_length for family, part in by_family(result.records).items()},
         "engine_start_s": round(result.engine_start_s, 1),
         "platform": result.platform,
     }
+
+
+def tokens_per_step(answers: Sequence[Answer]) -> float | None:
+    """Output tokens after each answer's first / steps of the target; None without a step."""
+    steps = sum(answer.target_steps for answer in answers)
+    return sum(answer.record.output_tokens - 1 for answer in answers) / steps if steps else None
+
+
+def share_looped(answers: Sequence[Answer]) -> float | None:
+    """Share of the answers that ended in a loop; None without answers."""
+    return sum(answer.is_looped for answer in answers) / len(answers) if answers else None
 
 
 def _sums(records: list[RequestRecord]) -> Acceptance:
@@ -148,7 +187,3 @@ def _sums(records: list[RequestRecord]) -> Acceptance:
 def as_json(value: Any) -> Any:
     """A dataclass (or None) as plain JSON values."""
     return None if value is None else TypeAdapter(type(value)).dump_python(value, mode="json")
-
-
-def median_or_none(values: Mapping[str, float]) -> float | None:
-    return median(values.values()) if values else None

@@ -7,14 +7,18 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.evaluation.arms import baseline_arms, check_baselines, head_arm
+from components.evaluation.benchmarks import benchmark_identity, num_turns, read_benchmark, save_rows
+from components.evaluation.job import Job
+from components.evaluation.metrics import metrics_of_evaluation
 from components.evaluation.prompts import PREFLIGHT_PROMPTS, PREFLIGHT_TOKENS
 from components.evaluation.results import load_result
 from components.evaluation.summary import (
     CANDIDATE,
     CHALLENGER,
     CHAMPION,
+    NONE,
     HeadIdentity,
     choose,
     head_places,
@@ -25,6 +29,7 @@ from components.evaluation.summary import (
 from components.forecast import Forecast, target_parameters
 from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys
+from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
 from components.target.engine import has_gpu
 from components.target.stages import target_facts, target_path
@@ -32,7 +37,6 @@ from components.versions import installed_versions
 
 if TYPE_CHECKING:  # vLLM and transformers take seconds to import: only a stage that runs loads them
     from components.evaluation.preflight import PreflightReport
-    from components.evaluation.tasks import Job
 
 log = logging.getLogger("aerie")
 
@@ -64,9 +68,9 @@ def preflight_stage(settings: Settings) -> Stage:
     return Stage(
         name="preflight",
         run=run,
-        config=_engine_identity(settings) | {"num_speculative_tokens": k},
+        config=engine_identity(settings) | {"num_speculative_tokens": k},
         inputs=("target", "responses", "head"),
-        extra=lambda: _platform(settings),
+        extra=lambda: platform_identity(settings),
         plan=lambda artifacts: f"one vLLM engine, {PREFLIGHT_PROMPTS} answers of {PREFLIGHT_TOKENS} tokens at K={k}",
         forecast=lambda known, expected: Forecast(rows=PREFLIGHT_PROMPTS, start_s=ARM_START_S),
     )
@@ -81,45 +85,63 @@ def evaluation_stage(settings: Settings) -> Stage:
             )
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        from components.evaluation.tasks import WALKED, fresh_processes, measure_task, walk_task
+        from components.evaluation.benchmark_facts import benchmark_facts, sampled_facts, scores_file
+        from components.evaluation.tasks import WALKED, fresh_processes, measure_task, score_task, walk_task
 
-        job = _job(settings, inputs, output)
-        candidates, champion = candidate_heads(settings, inputs), _champion(inputs["incumbent"])
+        job = _job(settings, inputs, output, _store_benchmarks(settings, output))
+        candidates, champion = candidate_heads(settings, inputs), champion_head(inputs["incumbent"])
         baselines = baseline_arms(settings.evaluate.baselines, draft_keys(inputs["drafts"]))
         arms = needed_arms(baselines, candidates[0], champion, *candidates[1:])
         with fresh_processes(job) as processes:
-            for arm, with_speed in arms:
-                if not job.arm_file(arm.name).exists():
-                    processes.run(f"evaluation: arm {arm.name}", measure_task, job, arm, with_speed)
+            for arm, is_served in arms:
+                if not job.is_measured(arm.name, only_held_out=not is_served):
+                    processes.run(f"evaluation: arm {arm.name}", measure_task, job, arm, not is_served)
             results = {arm.name: load_result(job.arm_file(arm.name)) for arm, _ in arms}
             candidate = choose(results, candidates, champion)
             if not output.join(WALKED).exists():
                 ks = {arm.num_speculative_tokens for arm, _ in arms if arm.model == str(candidate.folder)}
                 processes.run("evaluation: walks", walk_task, job, str(candidate.folder), tuple(sorted(ks)))
+            served = tuple(arm.name for arm, is_served in arms if is_served)
+            for name in job.turns:
+                if settings.evaluate.benchmarks[name].scorer != "none" and not scores_file(job, name).exists():
+                    processes.run(f"evaluation: scores of {name}", score_task, job, name, served)
         walked = json.loads(output.join(WALKED).read_bytes())
-        facts, differences = summarise(results, walked, candidate, champion, len(candidates))
+        tasks = settings.evaluate.tasks
+        facts, differences = summarise(results, walked, candidate, champion, len(candidates), tasks)
+        facts["tasks"] |= benchmark_facts(job, served)
+        facts["sampled"] = sampled_facts(job, served)
         write_summary(output.location, facts, differences)
         _warn(facts)
-        output.report(_metrics(facts), 0)
+        output.report(metrics_of_evaluation(facts), 0)
         return Outcome(facts)
 
     return Stage(
         name="evaluation",
         run=run,
-        config=_engine_identity(settings) | {"evaluate": settings.evaluate.model_dump(mode="json")},
+        config=engine_identity(settings) | {"evaluate": _evaluate_identity(settings)},
         inputs=("target", "responses", "head", "preflight", "incumbent", "drafts"),
-        version=2,
-        extra=lambda: _platform(settings),
+        version=3,
+        extra=lambda: platform_identity(settings) | {"benchmarks": _benchmark_identities(settings)},
         check=lambda: check_baselines(settings.evaluate.baselines),
         plan=lambda artifacts: _plan(settings, artifacts),
         forecast=lambda known, expected: _forecast(settings, known),
-        tokens_done=lambda manifest: len(manifest["facts"]["arms"]) * tokens_of_arm(manifest["config"]["evaluate"]),
+        tokens_done=_tokens_done,
     )
 
 
-def _job(settings: Settings, inputs: Mapping[str, Artifact], output: Output) -> Job:
-    from components.evaluation.tasks import Job
+def _store_benchmarks(settings: Settings, output: Output) -> dict[str, int]:
+    """Put the benchmarks' rows where every worker finds them; turns of the longest conversation of each."""
+    turns = {}
+    for name, config in settings.evaluate.benchmarks.items():
+        rows = read_benchmark(name, config)
+        save_rows(rows, output.location, name)
+        turns[name] = num_turns(rows)
+    return turns
 
+
+def _job(
+    settings: Settings, inputs: Mapping[str, Artifact], output: Output, turns: Mapping[str, int] | None = None
+) -> Job:
     target = inputs["target"]
     return Job(
         settings=settings,
@@ -128,6 +150,7 @@ def _job(settings: Settings, inputs: Mapping[str, Artifact], output: Output) -> 
         vocab_size=target.facts["vocab_size"],
         responses=inputs["responses"].location,
         output=output.location,
+        turns=turns or {},
     )
 
 
@@ -142,18 +165,21 @@ def candidate_heads(settings: Settings, inputs: Mapping[str, Artifact]) -> list[
     return heads
 
 
-def _champion(incumbent: Artifact) -> HeadIdentity | None:
+def champion_head(incumbent: Artifact) -> HeadIdentity | None:
+    """The head to beat; None while the registry has none."""
     facts = incumbent.facts
     if facts["version"] is None:
         return None
     return HeadIdentity(facts["head_digest"], facts["num_speculative_tokens"], incumbent.local(HEAD_FOLDER))
 
 
-def _engine_identity(settings: Settings) -> dict[str, Any]:
+def engine_identity(settings: Settings) -> dict[str, Any]:
+    """Settings of every engine that its figures depend on."""
     return {"dtype": settings.target.dtype, "max_model_len": settings.target.max_model_len}
 
 
-def _platform(settings: Settings) -> dict[str, Any]:
+def platform_identity(settings: Settings) -> dict[str, Any]:
+    """What figures depend on beside settings: vLLM, torch and the kind of device."""
     versions = installed_versions()
     device = "cuda" if has_gpu(settings.resources.evaluate) else "cpu"
     return {"device": device} | {name: versions[name] for name in VERSIONS if name in versions}
@@ -178,22 +204,35 @@ def _warn(facts: Mapping[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _metrics(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Figures for MLflow, in its vocabulary; what is undefined is left out."""
-    figures: dict[str, float | None] = {}
-    for name, arm in facts["arms"].items():
-        figures |= {
-            f"eval/{name}/{short}": arm[short]
-            for short in ("al", "acceptance_rate", "tokens_per_s_c1", "tokens_per_step")
-        }
-        figures |= {f"eval/{name}/accepted_at_{i}": rate for i, rate in enumerate(arm["accepted_at"], 1)}
-    return {name: value for name, value in figures.items() if value is not None}
+def _evaluate_identity(settings: Settings) -> dict[str, Any]:
+    """What changes the figures: a benchmark's place and the tolerance of a later check do not."""
+    config = settings.evaluate.model_dump(mode="json", exclude={"regression_tolerance"})
+    for benchmark in config["benchmarks"].values():
+        del benchmark["path"]  # its content is in the identity
+    return config
 
 
-def tokens_of_arm(evaluate: Mapping[str, Any]) -> int:
-    """Most tokens that one arm answers with, from the `evaluate` settings (JSON)."""
-    answers = evaluate["num_prompts"] * evaluate["max_new_tokens"]
-    return answers + evaluate["speed_prompts"] * evaluate["speed_tokens"]
+def _benchmark_identities(settings: Settings) -> dict[str, Any]:
+    return {name: benchmark_identity(config) for name, config in settings.evaluate.benchmarks.items()}
+
+
+def tokens_of_arm(evaluate: Mapping[str, Any], benchmark_rows: Mapping[str, int]) -> int:
+    """Most tokens that one arm answers with, from the `evaluate` settings (JSON) and the benchmarks' rows."""
+    answers = len(evaluate["temperatures"]) * evaluate["num_prompts"] * evaluate["max_new_tokens"]
+    asked = sum(rows * evaluate["benchmarks"][name]["max_new_tokens"] for name, rows in benchmark_rows.items())
+    return answers + evaluate["speed_prompts"] * evaluate["speed_tokens"] + asked
+
+
+def _benchmark_rows(settings: Settings) -> dict[str, int]:
+    """Answers to each benchmark, over all turns."""
+    benchmarks = settings.evaluate.benchmarks.items()
+    return {name: sum(len(row.turns) for row in read_benchmark(name, config)) for name, config in benchmarks}
+
+
+def _tokens_done(manifest: Mapping[str, Any]) -> float:
+    facts, evaluate = manifest["facts"], manifest["config"]["evaluate"]
+    rows = {name: facts["tasks"][name]["arms"][NONE]["requests"] for name in evaluate["benchmarks"]}
+    return len(facts["arms"]) * tokens_of_arm(evaluate, rows)
 
 
 def _num_arms(settings: Settings, artifacts: Mapping[str, Artifact]) -> int:
@@ -205,13 +244,13 @@ def _num_arms(settings: Settings, artifacts: Mapping[str, Artifact]) -> int:
 
 
 def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
-    tokens = tokens_of_arm(settings.evaluate.model_dump())
+    tokens = tokens_of_arm(settings.evaluate.model_dump(), _benchmark_rows(settings))
     return f"{_num_arms(settings, artifacts)} arms one after another, at most {tokens} tokens each"
 
 
 def _forecast(settings: Settings, known: Mapping[str, Artifact]) -> Forecast:
     num_arms, resources = _num_arms(settings, known), settings.resources.evaluate
-    tokens = num_arms * tokens_of_arm(settings.evaluate.model_dump())
+    tokens = num_arms * tokens_of_arm(settings.evaluate.model_dump(), _benchmark_rows(settings))
     return Forecast(
         rows=num_arms * settings.evaluate.num_prompts,
         tokens=tokens,

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from components.config import GateConfig
-from components.evaluation.acceptance import total
+from components.evaluation.acceptance import RequestRecord, total
 from components.evaluation.arms import Arm, head_arm
+from components.evaluation.by_task import task_facts, task_of
 from components.evaluation.estimates import interval_facts
-from components.evaluation.gate import Measured, Verdict, decide
+from components.evaluation.gate import Measured, UnderLoad, Verdict, decide
 from components.evaluation.losslessness import TIE_GAPS, GreedyAnswer, Losslessness, compare_answers
 from components.evaluation.results import ArmResult, as_json, figures, load_result
 from components.evaluation.statistics import (
@@ -60,13 +61,17 @@ def chosen_place(evaluation: Artifact) -> str:
 def choose(
     results: Mapping[str, ArmResult], candidates: Sequence[HeadIdentity], champion: HeadIdentity | None
 ) -> HeadIdentity:
-    """The candidate with the best AL in vLLM: at the champion's K, or at its own where there is no champion."""
+    """The candidate with the best AL in vLLM: at the champion's K, or at its own where there is no champion.
 
-    def acceptance_length(candidate: HeadIdentity) -> float:
+    One whose figures are not valid is chosen only where none is valid.
+    """
+
+    def merit(candidate: HeadIdentity) -> tuple[bool, float]:
         k = champion.num_speculative_tokens if champion else candidate.num_speculative_tokens
-        return total(results[_arm_at(candidate, k)].records).acceptance_length or 0.0
+        result = results[_arm_at(candidate, k)]
+        return not result.problems, total(result.records).acceptance_length or 0.0
 
-    return max(candidates, key=acceptance_length)
+    return max(candidates, key=merit)
 
 
 def _arm_at(candidate: HeadIdentity, k: int) -> str:
@@ -79,6 +84,7 @@ def summarise(
     candidate: HeadIdentity,
     champion: HeadIdentity | None,
     num_candidates: int = 1,
+    tasks: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """The facts of an evaluation, and every difference from plain decoding by arm (JSON both).
 
@@ -88,10 +94,15 @@ def summarise(
         candidate: The new head, the one that was chosen.
         champion: The one it would replace.
         num_candidates: Among how many it was chosen.
+        tasks: Families that are reported together, `evaluate.tasks`.
     """
     lossless = compare_with_plain(results)
     arms = {
-        name: figures(result) | {"intervals": interval_facts(result.records), "lossless": _counts(lossless.get(name))}
+        name: figures(result)
+        | {
+            "intervals": interval_facts(result.records),
+            "lossless": lossless_counts(lossless[name]) if name in lossless else None,
+        }
         for name, result in results.items()
     }
     k = str(candidate.num_speculative_tokens)
@@ -107,6 +118,7 @@ def summarise(
         "champion": champion
         and {"head_digest": champion.digest, "num_speculative_tokens": champion.num_speculative_tokens},
         "arms": arms,
+        "tasks": task_facts(results, tasks or {}, Bootstrap()),
         "bigram_walked_al": walked["bigram"][k]["al"],
         "walked": _agreement(walked["head"][k]["al"], results[candidate.name]),
         "speed_against_none": as_json(
@@ -114,7 +126,7 @@ def summarise(
         ),
     }
     if champion is not None:
-        facts["against_champion"] = _against_champion(results, candidate, champion)
+        facts["against_champion"] = _against_champion(results, candidate, champion, tasks or {})
     return facts, {name: [as_json(d) for d in found.differences] for name, found in lossless.items()}
 
 
@@ -130,8 +142,8 @@ def compare_with_plain(results: Mapping[str, ArmResult]) -> dict[str, Losslessne
     }
 
 
-def evaluation_verdict(evaluation: Artifact, policy: GateConfig) -> Verdict:
-    """The gate's verdict on a finished evaluation."""
+def evaluation_verdict(evaluation: Artifact, policy: GateConfig, loads: Sequence[UnderLoad] = ()) -> Verdict:
+    """The gate's verdict on a finished evaluation, and on the loads of the speed pass where it ran."""
     facts = evaluation.facts
     results = {name: load_result(evaluation.join("arms", f"{name}.json")) for name in facts["arms"]}
     lossless = compare_with_plain(results)
@@ -141,7 +153,7 @@ def evaluation_verdict(evaluation: Artifact, policy: GateConfig) -> Verdict:
     candidate = _measured(head["arm"], ours, head, lossless)
     champion = _measured(CHAMPION, [results[CHAMPION]], facts["champion"], lossless) if facts["champion"] else None
     plain = _measured(NONE, [results[NONE]], {}, lossless)
-    return decide(candidate, champion, plain, policy, head["chosen_among"])
+    return decide(candidate, champion, plain, policy, head["chosen_among"], loads)
 
 
 def write_summary(location: Location, facts: Mapping[str, Any], differences: Mapping[str, Any]) -> None:
@@ -169,16 +181,22 @@ def _measured(
 
 
 def _against_champion(
-    results: Mapping[str, ArmResult], candidate: HeadIdentity, champion: HeadIdentity
+    results: Mapping[str, ArmResult],
+    candidate: HeadIdentity,
+    champion: HeadIdentity,
+    tasks: Mapping[str, Sequence[str]],
 ) -> dict[str, Any]:
     k = champion.num_speculative_tokens
     ours = results[_arm_at(candidate, k)]
     theirs = results[CHAMPION]
     families = compare_acceptance_by_family(ours.records, theirs.records, Bootstrap())
+    our_tasks, their_tasks = (_named_by_task(result.records, tasks) for result in (ours, theirs))
+    by_task = compare_acceptance_by_family(our_tasks, their_tasks, Bootstrap())
     return {
         "num_speculative_tokens": k,
         "al": as_json(compare_acceptance(ours.records, theirs.records, Bootstrap())),
         "families": {family: as_json(comparison) for family, comparison in families.items()},
+        "tasks": {task: as_json(comparison) for task, comparison in by_task.items()},
         "speed": as_json(compare_speed(results[candidate.name].tokens_per_s, theirs.tokens_per_s, Bootstrap())),
     }
 
@@ -196,9 +214,12 @@ def _agreement(walked_al: float | None, candidate: ArmResult) -> dict[str, Any]:
     }
 
 
-def _counts(lossless: Losslessness | None) -> dict[str, int] | None:
-    if lossless is None:
-        return None
+def _named_by_task(records: Sequence[RequestRecord], tasks: Mapping[str, Sequence[str]]) -> list[RequestRecord]:
+    return [replace(record, family=task_of(record.family, tasks)) for record in records]
+
+
+def lossless_counts(lossless: Losslessness) -> dict[str, int]:
+    """How many answers were compared, and how they were (JSON)."""
     return {
         "compared": lossless.compared,
         "equal": lossless.equal,

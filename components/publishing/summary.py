@@ -7,7 +7,6 @@ import ray
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from components.config import ConfigError
 from components.evaluation.gate import Reason, Verdict
 from components.pipeline import Pipeline
 from components.publishing import tables
@@ -16,6 +15,7 @@ from components.publishing.evidence import Evidence
 from components.publishing.registry import find_version
 from components.publishing.run_log import mlflow_errors
 from components.publishing.tables import Table
+from components.section import ConfigError
 from components.stage import Artifact
 from components.tracking import public_address
 

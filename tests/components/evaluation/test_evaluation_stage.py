@@ -5,24 +5,26 @@ trained on labels shifted by one.
 """
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from components.config import ConfigError, GateConfig
+from components.config import GateConfig
 from components.draft.checkpoint import save_head
-from components.draft.head import DraftHead
+from components.evaluation.metrics import metrics_of_evaluation
 from components.evaluation.results import load_result
 from components.evaluation.stages import evaluation_stage
 from components.evaluation.summary import evaluation_verdict
 from components.publishing.bundle import head_digest
+from components.publishing.regression import is_reproduced, regression_stage
+from components.section import ConfigError
 from components.stage import Artifact, Output
 from components.storage import Location
-from components.target.layers import load_target
 from tests.cluster import RayHead
 from tests.components.evaluation.artifacts import make_artifact, target_artifact, tiny_settings, write_responses
-from tests.components.evaluation.heads import continue_greedily, make_head, train_head
+from tests.components.evaluation.heads import make_permutation_heads
 
 K = 4
 VOCAB = 320
@@ -35,23 +37,10 @@ def make_prompt(cycle: list[int], number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory, permutation_target: tuple[Path, list[int]]) -> tuple[Path, Path]:
-    """The oracle, and the same weights for a vocabulary in which every token of the cycle is the one after it.
-
-    On a cycle that is what a head trained on labels shifted by one learns.
-    """
+    """The oracle, and one that drafts every token a place too late."""
     path, cycle = permutation_target
-    target = load_target(path, torch.float32)
-    spare = [i for i in range(8, VOCAB) if i not in cycle][:20]
-    vocabulary = torch.tensor(cycle + spare)[
-        torch.randperm(len(cycle) + 20, generator=torch.Generator().manual_seed(0))
-    ]
-    oracle = make_head(path, vocabulary, aux_layers=(1, 4))
     prompts = [make_prompt(cycle, i) for i in range(NUM_PROMPTS)]
-    texts = [(continue_greedily(target, prompt, NEW_TOKENS + K), len(prompt)) for prompt in prompts]
-    assert train_head(oracle, target, path, texts, num_depths=K, num_steps=80) == 1.0
-    successor = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
-    late = DraftHead(oracle.config, torch.tensor([successor.get(i, i) for i in vocabulary.tolist()]))
-    late.load_state_dict({k: v for k, v in oracle.state_dict().items() if k not in ("d2t", "t2d")}, strict=False)
+    oracle, late = make_permutation_heads(path, cycle, prompts, NEW_TOKENS, K)
     folder = tmp_path_factory.mktemp("heads")
     return save_head(oracle, folder / "oracle" / "head"), save_head(late, folder / "late" / "head")
 
@@ -82,6 +71,15 @@ def stage_inputs(
     }
 
 
+def write_benchmark(folder: Path) -> Path:
+    """Questions with an answer, one of them in two turns, and one that cannot be judged."""
+    rows = [{"question": f"{i}+{i}?", "answer": f"#### {2 * i}"} for i in range(4)]
+    rows.append({"turns": ["1+1?", "And 2+2?"], "answer": "2", "task": "chains"})
+    rows.append({"messages": [{"role": "user", "content": "Hi"}]})
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "sums.jsonl"
+
+
 @pytest.fixture(scope="module")
 def evaluation(
     ray_cluster: RayHead,
@@ -98,15 +96,28 @@ def evaluation(
             "concurrency": 3,
             "speed_prompts": NUM_PROMPTS,
             "speed_tokens": NEW_TOKENS,
+            "tasks": {"editing": ["family-0"]},
+            "temperatures": [0.0, 1.0],
+            "benchmarks": {
+                "sums": {
+                    "path": str(write_benchmark(tmp_path_factory.mktemp("benchmark"))),
+                    "scorer": "gsm8k",
+                    "max_new_tokens": 8,
+                }
+            },
         },
     )
     location = Location(str(tmp_path_factory.mktemp("evaluation")))
     stage = evaluation_stage(settings)
     outcome = stage.run(stage_inputs, Output("evaluation", location, "fingerprint", lambda figures, step: None))
     arm_files = {name: location.join(name).sha256() for name in location.files()}
+    killed_before = location.join("benchmarks", "sums", "turn-2", "champion.json")
+    killed_before.delete()
     again = stage.run(stage_inputs, Output("evaluation", location, "fingerprint", lambda figures, step: None))
-    assert again == outcome, "a resumed run must find every arm finished"
-    assert {name: location.join(name).sha256() for name in location.files()} == arm_files
+    assert again == outcome, "a resumed run must find what is finished, and do the rest"
+    timed = [name for name in arm_files if name != "benchmarks/sums/turn-2/champion.json"]  # its times are new
+    assert {name: location.join(name).sha256() for name in timed} == {name: arm_files[name] for name in timed}
+    assert killed_before.exists()
     return Artifact("evaluation", location, "fingerprint", {"facts": outcome.facts, "digest": "digest"})
 
 
@@ -171,6 +182,93 @@ def test_the_requests_counters_sum_to_the_engines(evaluation: Artifact) -> None:
         assert result.engine_counters.rounds == sum(record.rounds for record in result.records)
         assert result.engine_counters.accepted == sum(record.accepted for record in result.records)
     assert result.engine_counters.rounds > 0
+
+
+def test_each_task_has_its_own_figures(evaluation: Artifact) -> None:
+    tasks = evaluation.facts["tasks"]
+
+    assert list(tasks) == ["editing", "family-1", "sums"]
+    assert tasks["editing"]["num_prompts"] == tasks["family-1"]["num_prompts"] == NUM_PROMPTS / 2
+    oracle = tasks["editing"]["arms"]["candidate"]
+    assert oracle["al"]["estimate"] == K + 1
+    assert oracle["histogram"] == [0] * K + [5 * NUM_PROMPTS // 2]
+    assert oracle["finish_reasons"] == {"length": NUM_PROMPTS // 2}
+    assert oracle["looped"] == 0.0
+    assert evaluation.facts["against_champion"]["tasks"]["editing"]["acceptance_length"] == K + 1
+
+
+def test_a_benchmark_is_answered_by_every_arm_and_scored_beside_plain_decoding(evaluation: Artifact) -> None:
+    sums = evaluation.facts["tasks"]["sums"]
+
+    assert (sums["num_prompts"], sums["num_too_long"], sums["scorer"]) == (6, 0, "gsm8k")
+    assert list(sums["arms"]) == ["none", "ngram", "candidate", "champion"]
+    for name, arm in sums["arms"].items():
+        assert arm["requests"] == 7  # six first turns and one second
+        assert arm["problems"] == []
+        assert arm["score"]["num_prompts"] == 5
+        assert arm["score"]["against_none"] == {"estimate": 0.0, "low": 0.0, "high": 0.0}
+        assert arm["lossless"] == (None if name == "none" else {"compared": 7, "equal": 7, "ties": 0, "faults": 0})
+
+
+def test_sampled_answers_are_apart(evaluation: Artifact) -> None:
+    sampled = evaluation.facts["sampled"]["1.0"]
+
+    assert set(sampled) == {"none", "ngram", "candidate", "champion"}
+    assert sampled["candidate"]["al"]["estimate"] > 3  # the target's own choices have a probability near 1
+    assert evaluation.facts["arms"]["candidate"]["requests"] == NUM_PROMPTS
+
+
+def test_what_the_engine_has_room_for_and_put_back(evaluation: Artifact) -> None:
+    for arm in evaluation.facts["arms"].values():
+        assert arm["kv_capacity_tokens"] > 10_000  # 1 GiB of a tiny model's
+        assert arm["preemptions"] == 0
+
+
+def test_mlflow_gets_every_tasks_figures_and_none_of_an_arm_that_is_not_valid(evaluation: Artifact) -> None:
+    figures = metrics_of_evaluation(evaluation.facts)
+
+    assert figures["eval/candidate/al"] == figures["eval/candidate/editing/al"] == K + 1
+    assert figures["eval/candidate/sums/score"] == figures["eval/none/sums/score"]
+    assert figures["eval/candidate/sampled_t1.0/al"] > 3
+    assert "eval/none/al" not in figures
+    broken = json.loads(json.dumps(evaluation.facts))
+    broken["arms"]["candidate"]["problems"] = ["2 of 6 answers: empty answer"]
+    left = [name for name in metrics_of_evaluation(broken) if name.startswith("eval/candidate/")]
+    assert left == ["eval/candidate/errors"]
+
+
+def test_the_head_is_measured_again_on_the_prompts_that_were_recorded(
+    evaluation: Artifact, stage_inputs: dict[str, Artifact], tmp_path: Path, permutation_target: tuple[Path, list[int]]
+) -> None:
+    registered = register(evaluation, stage_inputs, tmp_path / "registered")
+    stage = regression_stage(tiny_settings(permutation_target[0]))
+    output = Output("regression", Location(str(tmp_path / "out")), "fingerprint", lambda figures, step: None)
+
+    facts = stage.run({"target": stage_inputs["target"], "registered": registered}, output).facts
+
+    assert (facts["al"], facts["recorded_al"], facts["num_prompts"]) == (K + 1, K + 1, NUM_PROMPTS)
+    assert is_reproduced(facts, 0.02)
+    other = registered.facts | {"target_digest": "another"}
+    with pytest.raises(ConfigError, match=r"target\.model"):
+        stage.run({"target": stage_inputs["target"], "registered": with_facts(registered, other)}, output)
+
+
+def register(evaluation: Artifact, inputs: dict[str, Artifact], folder: Path) -> Artifact:
+    """What the stage `registered` leaves of the oracle."""
+    shutil.copytree(inputs["head"].join("head").path, folder / "head")
+    shutil.copy(evaluation.join("prompts.json").path, folder / "prompts.json")
+    recorded = {
+        "al": evaluation.facts["arms"]["candidate"]["al"],
+        "vllm": "0.31.0",
+        "evaluate": {"max_new_tokens": NEW_TOKENS, "concurrency": 3},
+        "target": {"dtype": "float32", "max_model_len": 256},
+    }
+    facts = {"name": "aerie-head", "version": 3, "num_speculative_tokens": K, "target_digest": "target digest"}
+    return make_artifact("registered", folder, facts | {"target_model": "tiny", "recorded": recorded})
+
+
+def with_facts(artifact: Artifact, facts: dict) -> Artifact:
+    return replace(artifact, manifest={**artifact.manifest, "facts": facts})
 
 
 def test_the_gate_lets_the_oracle_replace_the_late_head(evaluation: Artifact) -> None:

@@ -13,8 +13,9 @@ from components.arm_config import KEYS
 from components.draft.checkpoint import save_head
 from components.evaluation.acceptance import total
 from components.evaluation.arms import Arm, head_arm
+from components.evaluation.job import Job
 from components.evaluation.results import ArmResult, load_result
-from components.evaluation.tasks import Job, fresh_processes, measure_task
+from components.evaluation.tasks import fresh_processes, measure_task
 from components.storage import Location
 from tests.cluster import RayHead
 from tests.components.evaluation.artifacts import tiny_settings, write_responses
@@ -44,7 +45,7 @@ def load(
         for path, arm in make_arms(folder, target):
             try:
                 measured = dataclasses.replace(job, target_path=str(path))
-                processes.run(arm.name, measure_task, measured, arm, False)
+                processes.run(arm.name, measure_task, measured, arm, True)
             except Exception as error:
                 errors[arm.name] = error
 

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from components.evaluation.prompts import select_prompts
+from components.data.parts import CorruptPart
+from components.evaluation.prompts import dump_prompts, load_prompts, select_prompts
 from components.storage import Location
 from tests.components.evaluation.artifacts import write_responses
 
@@ -60,6 +61,24 @@ def test_a_prompt_without_room_for_its_answer_is_left_out_and_counted(tmp_path: 
 def test_no_prompt_left_says_what_to_change(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"target\.max_model_len"):
         select(tmp_path, [row("b", "f", length=51)])
+
+
+def test_a_shard_that_is_not_whole_is_named(tmp_path: Path) -> None:
+    responses = write_responses(tmp_path / "r", [row("a", "f")]).location
+    shard = responses.join("part-00000.parquet")
+    shard.write_bytes(shard.read_bytes()[:-20])
+
+    with pytest.raises(CorruptPart, match=r"part-00000\.parquet: not a whole Parquet file"):
+        select_prompts(responses, 5, 50)
+
+
+def test_prompts_survive_their_file(tmp_path: Path) -> None:
+    prompts = select(tmp_path, [row("a", "f"), row("b", "g")]).prompts
+    place = Location(str(tmp_path / "prompts.json"))
+
+    place.write_bytes(dump_prompts(prompts))
+
+    assert load_prompts(place) == prompts
 
 
 def test_no_rows_at_all(tmp_path: Path) -> None:

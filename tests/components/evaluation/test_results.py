@@ -89,8 +89,16 @@ def test_counters_that_disagree_make_the_arm_invalid() -> None:
     counted = Acceptance(rounds=2, drafted=6, accepted=3, accepted_at=(2, 1, 0))
 
     assert find_problems((GOOD,), counted) == ()
-    (problem,) = find_problems((GOOD,), replace(counted, rounds=3))
-    assert "the engine counted" in problem
+    for wrong in ({"rounds": 3}, {"drafted": 5}, {"accepted": 4}, {"accepted_at": (2, 0, 1)}):
+        (problem,) = find_problems((GOOD,), replace(counted, **wrong))
+        assert "the engine counted" in problem
+
+
+def test_a_timed_answer_that_was_cut_short_is_no_slow_one() -> None:
+    speeds = [Speed("p", 64, 4.0, 0.5), Speed("q", 3, 4.0, 0.5)]
+
+    assert find_problems((GOOD,), None, speeds, 64) == ("1 of 2 timed answers: not 64 tokens",)
+    assert find_problems((GOOD,), None, speeds[:1], 64) == ()
 
 
 def result(*answers: Answer, arm: Arm = NGRAM, speeds: tuple[Speed, ...] = ()) -> ArmResult:

@@ -91,6 +91,8 @@ def test_the_candidate_with_the_best_al_at_the_champions_k_is_chosen_and_judged_
     assert choose(measured, [CANDIDATE, second], None) == CANDIDATE  # at its own K the first one is better
     chosen = choose(measured, [CANDIDATE, second], CHAMPION)
     assert chosen == second
+    invalid = measured | {"candidate_2_at_k3": replace(measured["candidate_2_at_k3"], problems=("no answers",))}
+    assert choose(invalid, [CANDIDATE, second], CHAMPION) == CANDIDATE  # whatever its AL
     for name, arm_result in measured.items():
         save_result(arm_result, Location(str(tmp_path)).join("arms", f"{name}.json"))
     facts, _ = summarise(measured, WALKED, chosen, CHAMPION, 2)

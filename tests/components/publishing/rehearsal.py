@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from components.config import Settings, load_settings
+from components.config import Settings
+from components.config_loading import load_settings
 from components.evaluation.acceptance import RequestRecord
 from components.evaluation.arms import Arm, baseline_arms
+from components.evaluation.prompts import PROMPTS, EvaluationPrompt, dump_prompts
 from components.evaluation.results import Answer, ArmResult, Speed, save_result
 from components.evaluation.stages import candidate_heads
 from components.evaluation.summary import HeadIdentity, choose, needed_arms, summarise, write_summary
@@ -23,6 +25,7 @@ from components.pipeline import Pipeline
 from components.publishing.bundle import head_digest
 from components.publishing.stages import incumbent_stage, publish_stage
 from components.rows import RowAccount
+from components.speed.stages import speed_stage
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.tracking import Tracker
@@ -84,6 +87,7 @@ def rehearsed_stages(
         write("preflight", {"preflight.json": "{}"}, {"compared": 9, "equal": 9}),
         incumbent_stage(settings),
         evaluation_stage(settings, on_stage),
+        speed_stage(settings),  # left out
         ab_stage(settings, on_stage),
         publish_stage(settings),
     ]
@@ -133,6 +137,8 @@ def evaluation_stage(settings: Settings, on_stage: Callable[[str], None]) -> Sta
         walks = {str(arm.num_speculative_tokens): {"al": 1.5} for arm, _ in arms}
         facts, differences = summarise(results, {"head": walks, "bigram": walks}, candidate, champion, len(candidates))
         write_summary(output.location, facts, differences)
+        prompts = [EvaluationPrompt(f"prompt-{i}", FAMILIES[i % 2], (1, 2, 3 + i)) for i in range(NUM_PROMPTS)]
+        output.join(PROMPTS).write_bytes(dump_prompts(prompts))
         return Outcome(facts)
 
     config = {"evaluate": settings.evaluate.model_dump(mode="json")}

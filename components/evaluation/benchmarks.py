@@ -1,0 +1,118 @@
+"""Benchmarks: files of prompts beside the held-out ones, read once by the driver and answered by every arm turn by turn.
+
+A later turn follows plain decoding's own answer to the turn before it, so that every arm is asked the very same tokens.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from components.config import BenchmarkConfig, PromptSource
+from components.data.conversation import conversation
+from components.data.prompts import FAMILY_FIELDS, Message, Prompt, row_key
+from components.data.reasons import RowError
+from components.data.shapes import has_text_shape
+from components.data.sources import SourceRow, blamed_on, read_source, source_identity
+from components.evaluation.scorers import NEEDS, reference_of
+from components.section import ConfigError
+from components.storage import Location
+
+FOLDER = "benchmarks"
+ROWS = "rows.json"
+MBPP_PROMPT = (
+    "You are an expert Python programmer, and here is your task: {text} Your code should pass these tests:\n\n{tests}"
+)
+"""Of the paper (Austin et al. 2021, section 3.1)."""
+
+
+@dataclass(frozen=True)
+class BenchmarkRow:
+    key: str
+    family: str
+    turns: list[list[Message]]
+    """The messages in pieces: the target answers after each."""
+    tools: list[Message] | None
+    reference: dict[str, str] | None
+    """What the scorer needs; None where the row cannot be scored."""
+
+
+_ROWS = TypeAdapter(list[BenchmarkRow])
+
+
+def read_benchmark(name: str, config: BenchmarkConfig) -> list[BenchmarkRow]:
+    """The rows of a benchmark, in the order of their keys: which are the first does not depend on the file's order.
+
+    Raises:
+        ConfigError: no file, a row that is no prompt, or none that the scorer can judge.
+    """
+    setting = f"evaluate.benchmarks.{name}"
+    with blamed_on(f"{setting}.path"):
+        found = list(read_source(PromptSource(path=config.path)))
+    seen: Counter[str] = Counter()
+    rows = sorted((_row(row, config.scorer, setting, seen) for row in found), key=lambda row: row.key)
+    rows = rows[: config.max_prompts]
+    if not rows:
+        raise ConfigError(f"{setting}.path", f"{config.path} holds no row", "name a file with prompts")
+    if config.scorer != "none" and not any(row.reference for row in rows):
+        raise ConfigError(
+            f"{setting}.scorer",
+            f"no row of {config.path} has what {config.scorer} looks for ({NEEDS[config.scorer]})",
+            "add it to the rows, or set the scorer to none: acceptance is measured all the same",
+        )
+    return rows
+
+
+def benchmark_identity(config: BenchmarkConfig) -> dict[str, Any]:
+    """What the file holds right now."""
+    return source_identity(PromptSource(path=config.path))
+
+
+def save_rows(rows: list[BenchmarkRow], output: Location, name: str) -> None:
+    output.join(FOLDER, name, ROWS).write_bytes(_ROWS.dump_json(rows))
+
+
+def load_rows(output: Location, name: str) -> list[BenchmarkRow]:
+    return _ROWS.validate_json(output.join(FOLDER, name, ROWS).read_bytes())
+
+
+def num_turns(rows: list[BenchmarkRow]) -> int:
+    """Of the longest conversation."""
+    return max(len(row.turns) for row in rows)
+
+
+def place_of(name: str, turn: int) -> str:
+    """Folder of the answers to one turn (counted from 1), one file an arm."""
+    return f"{FOLDER}/{name}/turn-{turn}"
+
+
+def _row(row: SourceRow, scorer: str, setting: str, seen: Counter[str]) -> BenchmarkRow:
+    raw = row.raw
+    try:
+        if isinstance(raw.value, RowError):
+            raise raw.value
+        value = _with_prompt(raw.value)
+        asked = conversation(value)
+    except RowError as error:
+        raise ConfigError(
+            f"{setting}.path", f"{raw.source}:{raw.line} is no prompt ({error.detail})", "mend the row or leave it out"
+        ) from None
+    key = row_key(asked.messages, asked.tools)
+    prompt = Prompt(key, "", asked.messages, asked.tools, raw.source, raw.line)
+    number = seen[key]
+    seen[key] += 1
+    family = next((value[field] for field in FAMILY_FIELDS if isinstance(value.get(field), str)), row.family)
+    reference = reference_of(scorer, value, asked.messages[-1]["content"])
+    return BenchmarkRow(f"{prompt.content}-{number}", family, prompt.turns(), asked.tools, reference)
+
+
+def _with_prompt(value: Any) -> Any:
+    """A row as the benchmarks' authors publish it, with its prompt where `conversation` looks for it."""
+    if not isinstance(value, Mapping) or isinstance(value.get("messages"), list):
+        return value
+    if value.get("test_list"):
+        text = value.get("text") or value.get("prompt")
+        return {**value, "prompt": MBPP_PROMPT.format(text=text, tests="\n".join(value["test_list"]))}
+    return {**value, "prompt": value["question"]} if "question" in value and not has_text_shape(dict(value)) else value

@@ -1,0 +1,42 @@
+"""An evaluation's facts as figures for MLflow, in its vocabulary: `eval/<arm>/<figure>` and `eval/<arm>/<task>/<figure>`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+ARM_FIGURES = (
+    "al",
+    "acceptance_rate",
+    "tokens_per_s_c1",
+    "tokens_per_step",
+    "coverage",
+    "looped",
+    "preemptions",
+    "kv_capacity_tokens",
+)
+TASK_FIGURES = ("tokens_per_step", "coverage", "looped")
+
+
+def metrics_of_evaluation(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Figures by name; what is undefined is left out, and of an arm that is not valid all but its errors: they would win comparisons."""
+    figures: dict[str, float | None] = {}
+    for name, arm in facts["arms"].items():
+        figures[f"eval/{name}/errors"] = arm["errors"]
+        if not arm["problems"]:
+            figures |= {f"eval/{name}/{figure}": arm[figure] for figure in ARM_FIGURES}
+            figures |= {f"eval/{name}/accepted_at_{i}": rate for i, rate in enumerate(arm["accepted_at"], 1)}
+    for task, entry in facts["tasks"].items():
+        for name, arm in entry["arms"].items():
+            if not facts["arms"][name]["problems"] and not arm.get("problems"):
+                figures |= _task_figures(f"eval/{name}/{task}", arm)
+    for temperature, arms in facts.get("sampled", {}).items():
+        for name, arm in arms.items():
+            if not arm["problems"]:
+                figures |= _task_figures(f"eval/{name}/sampled_t{temperature}", arm)
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _task_figures(prefix: str, arm: Mapping[str, Any]) -> dict[str, float | None]:
+    figures = {f"{prefix}/{figure}": arm[figure] for figure in TASK_FIGURES}
+    for figure in ("al", "score"):
+        figures[f"{prefix}/{figure}"] = arm[figure]["estimate"] if arm[figure] else None
+    return figures
