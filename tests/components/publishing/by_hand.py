@@ -142,6 +142,7 @@ def task_facts(arms: dict[str, Any]) -> dict[str, Any]:
                 "coverage": arm["coverage"],
                 "looped": 0.125,
                 "finish_reasons": {"stop": 12, "length": 4},
+                "problems": [],
                 "score": {"name": "pass@1"} | around(0.45, 0.05) if arm["accepted_at"] else None,
                 "by_prompt_length": length_groups(arm["al"]),
                 "by_answer_length": {},

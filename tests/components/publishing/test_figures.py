@@ -167,3 +167,12 @@ def test_metric_names_hold_nothing_of_the_run_and_invalid_points_no_figures(evid
     assert figures["speed/candidate/k3/chat/c16_rate2/tokens_per_s"] == 50.0
     assert not [name for name in figures if name.startswith("speed/candidate/k3/code/")]
     assert not [name for name in figures if "d" * 8 in name or "0123456" in name]
+
+
+def test_an_arm_that_is_not_valid_has_no_bounds_in_mlflow(evidence: Evidence) -> None:
+    evidence.evaluation["arms"]["candidate"]["problems"] = ["3 of 32 answers: empty answer"]
+    assert not [
+        name
+        for name in metrics_of(evidence)
+        if name.endswith(("candidate/al_low", "code_editing/al_low")) and "candidate" in name
+    ]
