@@ -87,7 +87,7 @@ def build_bundle(evidence: Evidence, folder: Path) -> str:
         (folder / name).write_bytes(head.join(name).read_bytes())
     if evidence.settings.publish.include_prompts:
         (folder / PROMPTS).write_bytes(artifacts["evaluation"].join(PROMPTS).read_bytes())
-    for stage in ("evaluation", "ab"):
+    for stage in ("evaluation", *(["speed"] if evidence.speed else []), "ab"):
         (folder / f"{stage}.json").write_bytes(artifacts[stage].join(f"{stage}.json").read_bytes())
     (folder / "provenance.json").write_text(_json(provenance(evidence)))
     (folder / "README.md").write_text(model_card(evidence))

@@ -46,6 +46,9 @@ def artifact(folder: Path, name: str, facts: dict[str, Any]) -> Artifact:
     manifest = {
         "facts": facts,
         "digest": DIGEST,
+        "fingerprint": "0123456789abcdef",
+        "config": {},
+        "extra": {},
         "rows": ROWS if name == "prompts" else None,
         "git": "c0ffee",
         "finished_at": "2030-01-01T00:00:00+00:00",
