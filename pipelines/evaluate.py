@@ -9,10 +9,10 @@ import typer
 
 from components.config import Settings
 from components.pipeline import Pipeline
-from components.publishing.diagnosis import print_diagnosis
 from components.publishing.regression import is_reproduced, mark, registered_stage, regression_stage, sentence
 from components.publishing.run_log import mlflow_errors
 from components.publishing.stages import registry_of
+from components.publishing.summary import print_diagnosis
 from components.stage import Stage
 from components.target.stages import target_stage
 from pipelines.cli import guarded, make_pipeline, run_pipeline

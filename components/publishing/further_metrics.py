@@ -15,13 +15,14 @@ LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms")
 
 
 def interval_metrics(evaluation: Mapping[str, Any]) -> Figures:
-    """Of an evaluation's facts; where prompts were too few for bounds they are None."""
+    """Of an evaluation's facts, but for arms that are not valid; where prompts were too few for bounds they are None."""
     figures: Figures = {}
-    for name, arm in evaluation["arms"].items():
-        figures |= _bounds(f"eval/{name}", arm.get("intervals", {}).get("al"))
+    valid = {name for name, arm in evaluation["arms"].items() if not arm["problems"]}
+    for name in valid:
+        figures |= _bounds(f"eval/{name}", evaluation["arms"][name].get("intervals", {}).get("al"))
     for task, facts in evaluation.get("tasks", {}).items():
-        for name, arm in facts["arms"].items():
-            figures |= _bounds(f"eval/{name}/{task}", arm["al"])
+        for name in valid & facts["arms"].keys():
+            figures |= _bounds(f"eval/{name}/{task}", facts["arms"][name]["al"])
     return figures
 
 

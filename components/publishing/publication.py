@@ -22,6 +22,7 @@ from components.publishing.bundle import HEAD_FILES, seal_bundle
 from components.publishing.card import model_card
 from components.publishing.evidence import Evidence, verdict_json
 from components.publishing.incumbent import Candidate
+from components.publishing.note import note
 from components.publishing.plots import draw_plots
 from components.publishing.promotion import Promotion, promote
 from components.publishing.provenance import provenance
@@ -86,7 +87,7 @@ def build_bundle(evidence: Evidence, folder: Path) -> str:
         (folder / name).write_bytes(head.join(name).read_bytes())
     if evidence.settings.publish.include_prompts:
         (folder / PROMPTS).write_bytes(artifacts["evaluation"].join(PROMPTS).read_bytes())
-    for stage in ("evaluation", "ab"):
+    for stage in ("evaluation", *(["speed"] if evidence.speed else []), "ab"):
         (folder / f"{stage}.json").write_bytes(artifacts[stage].join(f"{stage}.json").read_bytes())
     (folder / "provenance.json").write_text(_json(provenance(evidence)))
     (folder / "README.md").write_text(model_card(evidence))
@@ -119,7 +120,7 @@ def publish(evidence: Evidence, tracker: Tracker, heads: Registry, incumbent: in
     uri = settings.publish.bundle_uri
     bundle_uri = upload_bundle(folder / "bundle", uri) if uri else None
     version = registry.register_version(
-        heads.client, heads.name, tracker.run_id, artifact_path, version_tags(evidence, digest, tracker)
+        heads.client, heads.name, tracker.run_id, artifact_path, version_tags(evidence, digest, tracker), note(evidence)
     )
     outcome = outcome_sentence(evidence, int(version.version), incumbent)
     report = render_report(evidence, plots, outcome, addresses(evidence, tracker, int(version.version)))

@@ -106,9 +106,9 @@ def find(client: MlflowClient, name: str, which: str) -> ModelVersion | None:
 
 
 def register_version(
-    client: MlflowClient, name: str, run_id: str, artifact_path: str, tags: Mapping[str, str]
+    client: MlflowClient, name: str, run_id: str, artifact_path: str, tags: Mapping[str, str], description: str = ""
 ) -> ModelVersion:
-    """The version of the bundle at `artifact_path` of the run, made unless it exists, with `tags` and alias challenger.
+    """The version of the bundle at `artifact_path` of the run, made unless it exists, with `tags`, `description` and alias challenger.
 
     The same run, head and bundle give the same version, however often the command is repeated.
 
@@ -126,6 +126,8 @@ def register_version(
     for key, value in tags.items():
         if version.tags.get(key) != value:
             client.set_model_version_tag(name, version.version, key, value)
+    if description and version.description != description:
+        client.update_model_version(name, version.version, description)
     set_alias(client, name, CHALLENGER, int(version.version))
     return client.get_model_version(name, version.version)
 

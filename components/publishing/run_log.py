@@ -9,10 +9,12 @@ from pathlib import Path
 
 import requests
 from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from components.publishing import registry
 from components.publishing.bundle import BundleError, verify_bundle
 from components.publishing.evidence import Evidence, curves_of, metrics_of
+from components.publishing.note import note
 from components.section import ConfigError
 from components.tracking import Tracker, public_address
 
@@ -31,6 +33,7 @@ def log_run(evidence: Evidence, tracker: Tracker) -> None:
             registry.HEAD_DIGEST_TAG: evidence.head_digest,
             registry.TARGET_DIGEST_TAG: evidence.target["digest"],
             registry.VLLM_TAG: evidence.vllm_version,
+            MLFLOW_RUN_NOTE: note(evidence),
         }
     )
     with tempfile.TemporaryDirectory() as scratch:

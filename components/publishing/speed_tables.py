@@ -68,8 +68,8 @@ def dynamic_table(speed: Mapping[str, Any]) -> Table:
 def capacity_table(speed: Mapping[str, Any]) -> Table:
     rows = []
     for name, arm in (speed.get("arms") or {}).items():
-        for k, engine in arm.get("by_k", {"": arm}).items():
-            rows.append((name, k, text(engine["kv_capacity_tokens"]), text(engine["preemptions"])))
+        for k, engine in arm.get("by_k", {UNDEFINED: arm}).items():
+            rows.append((name, OFF if k == "0" else k, text(engine["kv_capacity_tokens"]), text(engine["preemptions"])))
     return Table("Engines of the speed pass", ("arm", "K", "KV capacity (tokens)", "preemptions"), rows)
 
 

@@ -10,10 +10,12 @@ from rich.table import Table as RichTable
 from components.evaluation.gate import Reason, Verdict
 from components.pipeline import Pipeline
 from components.publishing import tables
+from components.publishing.diagnosis import NOTHING, diagnose_outputs, diagnosis_tables
 from components.publishing.evidence import Evidence
 from components.publishing.registry import find_version
 from components.publishing.run_log import mlflow_errors
 from components.publishing.tables import Table
+from components.section import ConfigError
 from components.stage import Artifact
 from components.tracking import public_address
 
@@ -37,6 +39,28 @@ def print_summary(pipeline: Pipeline, console: Console | None = None) -> None:
     if not pipeline.made:
         console.print("Everything was done already; nothing was written.")
     _print_addresses(console, _addresses(pipeline, publish))
+
+
+def print_diagnosis(pipeline: Pipeline, console: Console | None = None) -> None:
+    """Print the likely causes of what is wrong with the finished evaluation of these settings; starts nothing.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    artifacts = pipeline.finished()
+    if "evaluation" not in artifacts:
+        missing = next(stage.name for stage in pipeline.stages if stage.name not in artifacts)
+        raise ConfigError(
+            "--diagnose",
+            f"there is no finished evaluation with these settings in {pipeline.storage.uri} ({missing} is the first that is missing)",
+            "run pipelines/evaluate.py with the same settings first",
+        )
+    console = console or wide_console()
+    findings = diagnose_outputs(artifacts, pipeline.settings)
+    for table in diagnosis_tables(findings):
+        console.print(rich_table(table, show_lines=True))
+    if not findings:
+        console.print(NOTHING)
 
 
 def stored_verdict(publish: Artifact) -> Verdict:

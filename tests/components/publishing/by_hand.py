@@ -46,6 +46,9 @@ def artifact(folder: Path, name: str, facts: dict[str, Any]) -> Artifact:
     manifest = {
         "facts": facts,
         "digest": DIGEST,
+        "fingerprint": "0123456789abcdef",
+        "config": {},
+        "extra": {},
         "rows": ROWS if name == "prompts" else None,
         "git": "c0ffee",
         "finished_at": "2030-01-01T00:00:00+00:00",
@@ -142,6 +145,7 @@ def task_facts(arms: dict[str, Any]) -> dict[str, Any]:
                 "coverage": arm["coverage"],
                 "looped": 0.125,
                 "finish_reasons": {"stop": 12, "length": 4},
+                "problems": [],
                 "score": {"name": "pass@1"} | around(0.45, 0.05) if arm["accepted_at"] else None,
                 "by_prompt_length": length_groups(arm["al"]),
                 "by_answer_length": {},

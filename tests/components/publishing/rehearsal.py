@@ -207,6 +207,7 @@ def ab_stage(settings: Settings, on_stage: Callable[[str], None]) -> Stage:
             "requests": 4,
             "errors": 0,
             "arms": arms,
+            "over_time": {"challenger": [{"elapsed_s": 2.0, "requests": 2, "al": 1.4, "low": None, "high": None}]},
         }
         output.join("ab.json").write_bytes(json.dumps(facts).encode())
         return Outcome(facts)

@@ -1,5 +1,6 @@
 """What report, card and MLflow make of every fact, and that each is drawn only where it was measured."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ from components.publishing import tables
 from components.publishing.card import model_card
 from components.publishing.evidence import Evidence, metrics_of
 from components.publishing.plots import draw_plots
+from components.publishing.publication import PROMPTS, build_bundle
 from components.publishing.report import render_report
 from components.publishing.speed_plots import over_concurrency, over_k
 from components.publishing.speed_tables import recommended_table, speed_tables
 from components.publishing.task_tables import task_tables
-from tests.components.publishing.by_hand import evidence_by_hand, point, speed_facts
+from tests.components.publishing.by_hand import evidence_by_hand, point, speed_facts, write
+from tests.components.publishing.rehearsal import write_head
 
 BOUNDED = {
     "accepted.png",
@@ -158,6 +161,21 @@ def test_report_and_card_hold_all_of_it(evidence: Evidence, tmp_path: Path) -> N
     assert "None" not in card
 
 
+def test_the_bundle_holds_the_figures_of_its_card(evidence: Evidence, tmp_path: Path) -> None:
+    write_head(evidence.artifacts["head"].join("head").path, 0.5)
+    for stage in ("evaluation", "speed", "ab"):
+        write(
+            evidence.artifacts[stage],
+            f"{stage}.json",
+            json.dumps(dict(evidence.artifacts[stage].facts) | {"differences": {}}),
+        )
+    write(evidence.artifacts["evaluation"], PROMPTS, "")
+    build_bundle(evidence, tmp_path / "bundle")
+    card = (tmp_path / "bundle" / "README.md").read_text()
+    assert "`evaluation.json`, `speed.json` and `ab.json` hold every figure above" in card
+    assert json.loads((tmp_path / "bundle" / "speed.json").read_text())["recommended"]["chat"]["16"]["arm"] == "none"
+
+
 def test_metric_names_hold_nothing_of_the_run_and_invalid_points_no_figures(evidence: Evidence) -> None:
     figures = metrics_of(evidence)
     assert figures["eval/candidate/al_low"] == pytest.approx(2.1)
@@ -167,3 +185,12 @@ def test_metric_names_hold_nothing_of_the_run_and_invalid_points_no_figures(evid
     assert figures["speed/candidate/k3/chat/c16_rate2/tokens_per_s"] == 50.0
     assert not [name for name in figures if name.startswith("speed/candidate/k3/code/")]
     assert not [name for name in figures if "d" * 8 in name or "0123456" in name]
+
+
+def test_an_arm_that_is_not_valid_has_no_bounds_in_mlflow(evidence: Evidence) -> None:
+    evidence.evaluation["arms"]["candidate"]["problems"] = ["3 of 32 answers: empty answer"]
+    assert not [
+        name
+        for name in metrics_of(evidence)
+        if name.endswith(("candidate/al_low", "code_editing/al_low")) and "candidate" in name
+    ]

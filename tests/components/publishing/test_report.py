@@ -4,10 +4,12 @@ import json
 import re
 import shlex
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from huggingface_hub import metadata_load
+from rich.console import Console
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -15,6 +17,8 @@ from components.config import Settings
 from components.evaluation.gate import Verdict
 from components.pipeline import Pipeline, Selection
 from components.publishing.evidence import Evidence
+from components.publishing.summary import print_diagnosis
+from components.section import ConfigError
 from components.stage import Artifact
 from components.storage import Location
 from tests.components.publishing.rehearsal import rehearse
@@ -49,7 +53,7 @@ def test_the_report_loads_nothing_and_has_its_plots_inside(published: Pipeline) 
     html = published.artifacts["publish"].join("report.html").read_bytes().decode()
     reader = Reader()
     reader.feed(html)
-    assert reader.images == 7
+    assert reader.images == 8
     assert all(load.startswith("data:image/png;base64,") for load in reader.loads)
     assert not {"script", "link", "iframe", "object", "base"} & reader.tags
     assert "@import" not in html
@@ -97,6 +101,41 @@ def test_the_card_has_the_tables_and_a_readable_header(published: Pipeline) -> N
     for line in card.splitlines():
         assert "None" not in line
         assert "{{" not in line
+
+
+def test_mlflows_pages_say_the_verdict_first(published: Pipeline) -> None:
+    facts, client = published.artifacts["publish"].facts, published.tracker.client
+    run, version = client.get_run(facts["run_id"]), client.get_model_version("report-head", facts["version"])
+    note = run.data.tags["mlflow.note.content"]
+    assert note.startswith("**Better than what is served.**")
+    assert f"| AL at K=3 | {published.artifacts['evaluation'].facts['arms']['candidate']['al']:.3f} |" in note
+    assert version.description == note
+    kind = client.get_experiment(facts["experiment_id"]).tags["mlflow.experimentKind"]
+    assert kind == "custom_model_development"
+
+
+def test_a_diagnosis_is_read_from_finished_outputs(published: Pipeline, tmp_path: Path, mlflow_server: str) -> None:
+    folder, text = Path(published.settings.storage.uri), StringIO()
+    overrides = ("publish.name=report-head", "publish.promote=false")
+    print_diagnosis(rehearse(folder, mlflow_server, *overrides, quality=0.8), Console(file=text, width=120))
+    assert "Nothing stands out" in text.getvalue()
+    with pytest.raises(
+        ConfigError, match=r"--diagnose: there is no finished evaluation .*\(target is the first that is missing\)"
+    ):
+        print_diagnosis(rehearse(tmp_path, mlflow_server))
+
+
+def test_a_head_that_drafts_badly_has_its_diagnosis_in_report_and_note(tmp_path: Path, mlflow_server: str) -> None:
+    pipeline = rehearse(tmp_path, mlflow_server, "publish.name=weak-head", quality=0.05)
+    pipeline.run(Selection())
+    facts, text = pipeline.artifacts["publish"].facts, StringIO()
+    print_diagnosis(pipeline, Console(file=text, width=200))
+    symptom = f"AL is {pipeline.artifacts['evaluation'].facts['arms']['candidate']['al']:.3f} at K=3"
+    note = pipeline.tracker.client.get_run(facts["run_id"]).data.tags["mlflow.note.content"]
+    html = pipeline.artifacts["publish"].join("report.html").read_bytes().decode()
+    assert symptom in text.getvalue()
+    assert f"- {symptom}" in note
+    assert symptom in html
 
 
 def test_provenance_leads_back_to_every_output(published: Pipeline) -> None:
