@@ -4,9 +4,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.forecast import Stopwatch, free_bytes
 from components.planning import Plan, check_room, make_plan
+from components.section import ConfigError
 from components.stage import Artifact, Stage, find_artifact, run_stage
 from components.storage import Location
 from components.tracking import Tracker
@@ -65,6 +66,15 @@ class Pipeline:
         return make_plan(
             self._until(selection), {}, self.storage, selection.forced, Stopwatch(self.settings.target.dtype)
         )
+
+    def finished(self) -> Mapping[str, Artifact]:
+        """The outputs of these settings that exist already, by stage; runs nothing."""
+        for stage in self.stages:
+            if all(name in self.artifacts for name in stage.inputs):
+                found = find_artifact(stage, self.artifacts, self.storage)
+                if found is not None:
+                    self.artifacts[stage.name] = found
+        return self.artifacts
 
     def _until(self, selection: Selection, start: int = 0) -> Sequence[Stage]:
         names = [stage.name for stage in self.stages]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.lease import Lease, LeaseHeld
+from components.section import ConfigError
 from components.storage import Location
 
 log = logging.getLogger("aerie")
@@ -25,6 +27,8 @@ log = logging.getLogger("aerie")
 RUN_KEY_TAG = "aerie.run_key"
 METRICS_PER_CALL = 1000  # MLflow takes no more
 LEASE_TTL_S = 60.0  # of the right to make a run
+REFUSED_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)
+"""By MLflow, in a metric's name: families and tasks are named by users."""
 PARAM_VALUE_LIMIT = 500  # characters; longer values go into an artifact
 
 
@@ -172,7 +176,7 @@ def _finite(figures: Mapping[str, float | None]) -> dict[str, float]:
     finite = {name: float(v) for name, v in figures.items() if v is not None and math.isfinite(v)}
     for name in figures.keys() - finite.keys():
         log.info("%s is %s: not logged to MLflow", name, figures[name])
-    return finite
+    return {REFUSED_IN_NAMES.sub("_", name): value for name, value in finite.items()}
 
 
 def public_address(uri: str) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Print docs/configuration.md: every setting with its type, default and meaning, read from components/config.py and components/arm_config.py."""
+"""Print docs/configuration.md: every setting with its type, default and meaning, read from components/config.py, components/arm_config.py and components/speed_config.py."""
 
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -13,7 +13,7 @@ from components.config import BenchmarkConfig, PromptSource, ResourcesConfig, Se
 
 HEAD = """# Configuration
 
-*Written by `make docs` from `components/config.py` and `components/arm_config.py`; a test fails when the two differ.*
+*Written by `make docs` from `components/config.py`, `components/arm_config.py` and `components/speed_config.py`; a test fails when the two differ.*
 
 Settings come from three places, the later one winning: the file given with `--config` (by default `ray_config.yaml`, which has
 every setting with its default), the file given with `--cluster` (an overlay with only what differs), and any number of

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Measure the head on real vLLM, after whatever stage before it is not done yet; or a registered head again (--regression)."""
+"""Measure the head on real vLLM, after whatever stage before it is not done yet; measure a registered head again (--regression); or say
+what is wrong with a measured one (--diagnose)."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -7,14 +8,16 @@ from typing import Annotated
 import typer
 
 from components.config import Settings
-from components.pipeline import Pipeline, Selection
+from components.pipeline import Pipeline
+from components.publishing.diagnosis import print_diagnosis
 from components.publishing.regression import is_reproduced, mark, registered_stage, regression_stage, sentence
 from components.publishing.run_log import mlflow_errors
 from components.publishing.stages import registry_of
 from components.stage import Stage
 from components.target.stages import target_stage
-from pipelines.cli import DEFAULT_CONFIG, Cluster, Config, First, Forced, Last, Overrides, Plan, guarded, run_pipeline
+from pipelines.cli import guarded, make_pipeline, run_pipeline
 from pipelines.full import define_stages
+from pipelines.run_options import RunOptions, with_run_options
 
 
 def define_regression(settings: Settings, which: str) -> Sequence[Stage]:
@@ -44,14 +47,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command(help=__doc__)
+@with_run_options()
 def main(
-    config: Config = DEFAULT_CONFIG,
-    cluster: Cluster = None,
-    overrides: Overrides = [],
-    plan: Plan = False,
-    first: First = None,
-    until: Last = None,
-    forced: Forced = [],
+    options: RunOptions,
     regression: Annotated[
         str | None,
         typer.Option(
@@ -59,14 +57,24 @@ def main(
             help="Number or alias of a registered head: is its AL on the installed vLLM still what was recorded? Exit code 1 if not.",
         ),
     ] = None,
+    diagnose: Annotated[
+        bool,
+        typer.Option(
+            "--diagnose",
+            help="Only name the likely causes of few accepted drafts, of no speed-up or of gains lost under load, with the numbers of "
+            "the finished evaluation that say so and what to do next; starts no engine.",
+        ),
+    ] = False,
 ) -> None:
-    if regression is None:
-        selection = Selection(first, until or "evaluation", tuple(forced))
-        run_pipeline(define_stages, config, cluster, overrides, plan, selection)
+    if diagnose:
+        settings = options.settings()
+        print_diagnosis(make_pipeline(define_stages(settings), settings))
         return
-    selection = Selection(first, until, tuple(forced))
-    pipeline = run_pipeline(lambda s: define_regression(s, regression), config, cluster, overrides, plan, selection)
-    if not plan:
+    if regression is None:
+        run_pipeline(define_stages, options._replace(until=options.until or "speed"))
+        return
+    pipeline = run_pipeline(lambda settings: define_regression(settings, regression), options)
+    if not options.plan:
         conclude(pipeline)
 
 

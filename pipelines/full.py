@@ -9,6 +9,7 @@ from components.evaluation.stages import evaluation_stage, preflight_stage
 from components.publishing.stages import drafts_stage, incumbent_stage, publish_stage
 from components.publishing.summary import print_summary
 from components.serving.stages import ab_stage
+from components.speed.stages import speed_stage
 from components.stage import Stage
 from components.target.stages import target_stage
 from components.training.stages import head_stage
@@ -28,6 +29,7 @@ def define_stages(settings: Settings) -> Sequence[Stage]:
         incumbent_stage(settings),  # the champion that this head must beat
         drafts_stage(settings),  # what the other arms draft with
         evaluation_stage(settings),  # every arm on held-out prompts
+        speed_stage(settings),  # tokens/s and latency of every arm, K and load, on plain servers
         ab_stage(settings),  # challenger and incumbent behind one endpoint
         publish_stage(settings),  # the gate, the bundle, the registry, the report
     ]

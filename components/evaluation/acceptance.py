@@ -26,6 +26,12 @@ class RequestRecord:
     """accepted_at[i]: rounds that accepted at least i + 1 draft tokens (marginal, as vLLM counts); length K."""
     duration_s: float
     error: str | None = None
+    started_at: float | None = None
+    """Unix time in seconds, of live traffic; None offline."""
+
+    @property
+    def ended_at(self) -> float | None:
+        return None if self.started_at is None else self.started_at + self.duration_s
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from vllm import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Counter, Gauge, Vector
 
-from components.config import ConfigError
 from components.evaluation.acceptance import Acceptance
 from components.evaluation.arms import Arm
+from components.section import ConfigError
 
 
 def start_engine(arm: Arm, engine_kwargs: Mapping[str, Any], **defaults: Any) -> LLMEngine:

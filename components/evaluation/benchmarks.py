@@ -10,13 +10,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from components.config import BenchmarkConfig, ConfigError, PromptSource
+from components.config import BenchmarkConfig, PromptSource
 from components.data.conversation import conversation
 from components.data.prompts import FAMILY_FIELDS, Message, Prompt, row_key
 from components.data.reasons import RowError
 from components.data.shapes import has_text_shape
 from components.data.sources import SourceRow, blamed_on, read_source, source_identity
 from components.evaluation.scorers import NEEDS, reference_of
+from components.section import ConfigError
 from components.storage import Location
 
 FOLDER = "benchmarks"

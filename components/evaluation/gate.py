@@ -2,8 +2,9 @@
 
 Against a champion: at the champion's K, AL better by `min_effect` with the interval of the difference above 0 and no family worse than
 `task_margin` beyond doubt; at the K each is served with, median tokens/s no more than `speed_margin` lower. Without a champion: tokens/s
-against plain decoding decides; the interval of the median per-prompt ratio must lie above 1. Always: lossless, no errors, one vLLM and
-one target, and no arm that accepted by chance. A figure that is missing or not finite passes no check.
+against plain decoding decides; the interval of the median per-prompt ratio must lie above 1. Where the speed pass ran: at each of its
+concurrencies tokens/s no more than `speed_margin` below the champion's (without one: plain decoding's). Always: lossless, no errors, one
+vLLM and one target, and no arm that accepted by chance. A figure that is missing or not finite passes no check.
 """
 
 import math
@@ -45,6 +46,17 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class UnderLoad:
+    """The candidate's speed under one load, as served."""
+
+    concurrency: int
+    baseline: str
+    """The champion as it is served, or plain decoding."""
+    ratio: Interval | None
+    """Tokens/s over the baseline's; None when one of the two has no valid figure."""
+
+
+@dataclass(frozen=True)
 class Reason:
     check: str
     passed: bool
@@ -68,6 +80,7 @@ def decide(
     none_arm: Measured,
     policy: GateConfig,
     num_candidates: int = 1,
+    loads: Sequence[UnderLoad] = (),
 ) -> Verdict:
     """Whether the candidate replaces the incumbent champion (or becomes the first one), and why.
 
@@ -82,6 +95,7 @@ def decide(
         none_arm: Plain decoding.
         policy: The margins.
         num_candidates: Among how many it was chosen by the same prompts.
+        loads: Of the speed pass; empty where it was left out.
     """
     gain = policy.model_copy(update={"confidence": 1 - (1 - policy.confidence) / num_candidates})
     arms = [candidate, none_arm] if incumbent is None else [candidate, incumbent, none_arm]
@@ -92,6 +106,7 @@ def decide(
         reasons.append(_another_head(candidate, incumbent))
         reasons += _better_acceptance(candidate, incumbent, policy, gain)
         reasons.append(_no_slower(candidate, incumbent, policy))
+    reasons += [_no_slower_under(load, policy) for load in loads]
     return Verdict(all(reason.passed for reason in reasons), tuple(reasons))
 
 
@@ -149,6 +164,16 @@ def _no_slower(candidate: Measured, incumbent: Measured, policy: GateConfig) -> 
         _finite(ratio) and ratio is not None and ratio.estimate >= floor,
         _interval(ratio, policy),
         f"tokens/s at c=1, median ratio over prompts at least {floor:.3f}",
+    )
+
+
+def _no_slower_under(load: UnderLoad, policy: GateConfig) -> Reason:
+    floor = 1 - policy.speed_margin
+    return Reason(
+        f"speed at c={load.concurrency} against {load.baseline}",
+        _finite(load.ratio) and load.ratio is not None and load.ratio.estimate >= floor,
+        _interval(load.ratio, policy),
+        f"tokens/s under that load, each as served, ratio at least {floor:.3f}",
     )
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from components.config import StageResources
 
@@ -60,8 +61,18 @@ class FreshProcesses:
         reference = self._actor.run.remote(function, arguments)
         while not ray.wait([reference], timeout=POLL_S)[0]:
             log.info("%s: %.0f s", title, time.monotonic() - started)
-        ray.get(reference)
+        try:
+            ray.get(reference)
+        except RayTaskError as error:
+            raise error.cause from error
         log.info("%s: done in %.0f s", title, time.monotonic() - started)
+
+
+def log_to_driver() -> None:
+    """For a task's first line: Ray shows its process's standard error in the driver's log."""
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log.setLevel(logging.INFO)
 
 
 class _Starter:

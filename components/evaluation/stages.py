@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.evaluation.arms import baseline_arms, check_baselines, head_arm
 from components.evaluation.benchmarks import benchmark_identity, num_turns, read_benchmark, save_rows
 from components.evaluation.forecasts import ARM_START_S, forecast_evaluation, plan_evaluation, tokens_done
@@ -29,6 +29,7 @@ from components.evaluation.summary import (
 from components.forecast import Forecast
 from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys
+from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
 from components.target.engine import has_gpu
 from components.target.stages import target_path
@@ -65,7 +66,7 @@ def preflight_stage(settings: Settings) -> Stage:
     return Stage(
         name="preflight",
         run=run,
-        config=_engine_identity(settings) | {"num_speculative_tokens": k},
+        config=engine_identity(settings) | {"num_speculative_tokens": k},
         inputs=("target", "responses", "head"),
         extra=lambda: platform_identity(settings),
         plan=lambda artifacts: f"one vLLM engine, {PREFLIGHT_PROMPTS} answers of {PREFLIGHT_TOKENS} tokens at K={k}",
@@ -86,7 +87,7 @@ def evaluation_stage(settings: Settings) -> Stage:
         from components.evaluation.tasks import WALKED, fresh_processes, measure_task, score_task, walk_task
 
         job = _job(settings, inputs, output, _store_benchmarks(settings, output))
-        candidates, champion = candidate_heads(settings, inputs), _champion(inputs["incumbent"])
+        candidates, champion = candidate_heads(settings, inputs), champion_head(inputs["incumbent"])
         baselines = baseline_arms(settings.evaluate.baselines, draft_keys(inputs["drafts"]))
         arms = needed_arms(baselines, candidates[0], champion, *candidates[1:])
         with fresh_processes(job) as processes:
@@ -115,7 +116,7 @@ def evaluation_stage(settings: Settings) -> Stage:
     return Stage(
         name="evaluation",
         run=run,
-        config=_engine_identity(settings) | {"evaluate": _evaluate_identity(settings)},
+        config=engine_identity(settings) | {"evaluate": _evaluate_identity(settings)},
         inputs=("target", "responses", "head", "preflight", "incumbent", "drafts"),
         version=3,
         extra=lambda: platform_identity(settings) | {"benchmarks": _benchmark_identities(settings)},
@@ -168,14 +169,16 @@ def candidate_heads(settings: Settings, inputs: Mapping[str, Artifact]) -> list[
     return heads
 
 
-def _champion(incumbent: Artifact) -> HeadIdentity | None:
+def champion_head(incumbent: Artifact) -> HeadIdentity | None:
+    """The head to beat; None while the registry has none."""
     facts = incumbent.facts
     if facts["version"] is None:
         return None
     return HeadIdentity(facts["head_digest"], facts["num_speculative_tokens"], incumbent.local(HEAD_FOLDER))
 
 
-def _engine_identity(settings: Settings) -> dict[str, Any]:
+def engine_identity(settings: Settings) -> dict[str, Any]:
+    """Settings of every engine that its figures depend on."""
     return {"dtype": settings.target.dtype, "max_model_len": settings.target.max_model_len}
 
 

@@ -127,6 +127,37 @@ def compare_speed(arm: Mapping[str, float], baseline: Mapping[str, float], boots
     return _interval(float(np.median(ratios)), drawn, len(ratios), bootstrap)
 
 
+def compare_throughput(
+    arm: Sequence[Mapping[str, float]], baseline: Sequence[Mapping[str, float]], bootstrap: Bootstrap
+) -> Interval | None:
+    """Arm's tokens/s / baseline's tokens/s under a load of a fixed number of requests at once.
+
+    Such a load gives tokens at a rate that goes with 1 / (mean seconds a token), so the ratio is one of sums over prompts. Prompts
+    are drawn, the same for both; so are repetitions, in which arm and baseline took turns: what one of them gained from a
+    quiet moment is no gain.
+
+    Args:
+        arm: A mapping a repetition: seconds that a request took a token of its answer, by prompt key.
+        baseline: The same of the baseline, as many repetitions.
+        bootstrap: How to draw.
+
+    Returns:
+        None when a figure is missing, not finite or not positive, or with fewer than `MIN_PROMPTS` prompts.
+    """
+    keys = sorted(set.intersection(*(set(times) for times in (*arm, *baseline)))) if arm and baseline else []
+    repetitions = min(len(arm), len(baseline))
+    times_ARP = np.array([[[times[k] for k in keys] for times in both[:repetitions]] for both in (arm, baseline)])
+    if not len(keys) or not np.isfinite(times_ARP).all() or (times_ARP <= 0).any():
+        return None
+    prompts_SP = _draws(len(keys), bootstrap)
+    rounds_SR = np.random.default_rng([bootstrap.seed, 1]).multinomial(
+        repetitions, np.full(repetitions, 1 / repetitions), size=bootstrap.samples
+    )
+    drawn_AS = np.einsum("arp,sr,sp->as", times_ARP, rounds_SR, prompts_SP, optimize=True)
+    ours, theirs = times_ARP.sum(axis=(1, 2))
+    return _interval(float(theirs / ours), drawn_AS[1] / drawn_AS[0], len(keys), bootstrap)
+
+
 def _paired_sums(arm: Sequence[RequestRecord], baseline: Sequence[RequestRecord]) -> np.ndarray:
     """[prompts, 4]: the arm's accepted and rounds, then the baseline's, of prompts that both answered."""
     ours, theirs = ({r.key: r for r in records if r.error is None} for records in (arm, baseline))

@@ -10,7 +10,8 @@ from components.config import GateConfig
 from components.evaluation.acceptance import RequestRecord, total
 from components.evaluation.arms import Arm, head_arm
 from components.evaluation.by_task import task_facts, task_of
-from components.evaluation.gate import Measured, Verdict, decide
+from components.evaluation.estimates import interval_facts
+from components.evaluation.gate import Measured, UnderLoad, Verdict, decide
 from components.evaluation.losslessness import TIE_GAPS, GreedyAnswer, Losslessness, compare_answers
 from components.evaluation.results import ArmResult, as_json, figures, load_result
 from components.evaluation.statistics import (
@@ -97,7 +98,11 @@ def summarise(
     """
     lossless = compare_with_plain(results)
     arms = {
-        name: figures(result) | {"lossless": lossless_counts(lossless[name]) if name in lossless else None}
+        name: figures(result)
+        | {
+            "intervals": interval_facts(result.records),
+            "lossless": lossless_counts(lossless[name]) if name in lossless else None,
+        }
         for name, result in results.items()
     }
     k = str(candidate.num_speculative_tokens)
@@ -137,8 +142,8 @@ def compare_with_plain(results: Mapping[str, ArmResult]) -> dict[str, Losslessne
     }
 
 
-def evaluation_verdict(evaluation: Artifact, policy: GateConfig) -> Verdict:
-    """The gate's verdict on a finished evaluation."""
+def evaluation_verdict(evaluation: Artifact, policy: GateConfig, loads: Sequence[UnderLoad] = ()) -> Verdict:
+    """The gate's verdict on a finished evaluation, and on the loads of the speed pass where it ran."""
     facts = evaluation.facts
     results = {name: load_result(evaluation.join("arms", f"{name}.json")) for name in facts["arms"]}
     lossless = compare_with_plain(results)
@@ -148,7 +153,7 @@ def evaluation_verdict(evaluation: Artifact, policy: GateConfig) -> Verdict:
     candidate = _measured(head["arm"], ours, head, lossless)
     champion = _measured(CHAMPION, [results[CHAMPION]], facts["champion"], lossless) if facts["champion"] else None
     plain = _measured(NONE, [results[NONE]], {}, lossless)
-    return decide(candidate, champion, plain, policy, head["chosen_among"])
+    return decide(candidate, champion, plain, policy, head["chosen_among"], loads)
 
 
 def write_summary(location: Location, facts: Mapping[str, Any], differences: Mapping[str, Any]) -> None:

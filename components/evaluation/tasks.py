@@ -4,8 +4,6 @@ A fresh process an arm: nothing of one arm's engine (memory, threads, counters) 
 """
 
 import json
-import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +17,7 @@ from components.evaluation.benchmark_facts import score_benchmark
 from components.evaluation.job import HELD_OUT, Job
 from components.evaluation.measure import MeasureOptions, measure_arm
 from components.evaluation.preflight import RecordedText, compare_drafts, record_texts
-from components.evaluation.processes import FreshProcesses
+from components.evaluation.processes import FreshProcesses, log_to_driver
 from components.evaluation.prompts import (
     PREFLIGHT_PROMPTS,
     PREFLIGHT_TOKENS,
@@ -36,8 +34,6 @@ from components.evaluation.walked import RecordedAnswer, walk_bigram, walk_head
 from components.storage import Location
 from components.target.engine import engine_env, has_gpu
 from components.target.layers import load_target
-
-log = logging.getLogger("aerie")
 
 RECORDED = "_recorded.json"
 PREFLIGHT = "preflight.json"
@@ -59,7 +55,7 @@ def task_env(resources: StageResources) -> dict[str, str]:
 
 def measure_task(job: Job, arm: Arm, only_held_out: bool) -> None:
     """Let the arm answer every set of prompts that it has not answered yet, and write `<place>/<arm>.json` of each as it is done."""
-    _log_to_driver()
+    log_to_driver()
     evaluate = job.settings.evaluate
     options = MeasureOptions(evaluate.concurrency, evaluate.speed_prompts, evaluate.speed_tokens)
     sets = missing_sets(job, arm.name, only_held_out)
@@ -71,7 +67,7 @@ def measure_task(job: Job, arm: Arm, only_held_out: bool) -> None:
 
 def answer_task(job: Job, arm: Arm, prompts: Location, place: str) -> None:
     """Let the arm answer the prompts in the file `prompts` greedily, and write `<place>/<arm>.json`."""
-    _log_to_driver()
+    log_to_driver()
     asked = PromptSet(place, load_prompts(prompts), job.settings.evaluate.max_new_tokens)
     options = MeasureOptions(job.settings.evaluate.concurrency, speed_prompts=0, speed_tokens=0)
     for _, result in measure_arm(arm, [asked], job.engine_kwargs(), options, job.target_digest):
@@ -80,7 +76,7 @@ def answer_task(job: Job, arm: Arm, prompts: Location, place: str) -> None:
 
 def score_task(job: Job, name: str, arms: tuple[str, ...]) -> None:
     """Judge the answers of these arms to one benchmark."""
-    _log_to_driver()
+    log_to_driver()
     score_benchmark(job, name, arms)
 
 
@@ -99,7 +95,7 @@ def walk_task(job: Job, head: str, num_depths: tuple[int, ...]) -> None:
 
 def record_task(job: Job, arm: Arm) -> None:
     """Let vLLM draft with the head and write what it proposed to `_recorded.json`."""
-    _log_to_driver()
+    log_to_driver()
     prompts = select_prompts(job.responses, PREFLIGHT_PROMPTS, job.max_prompt_tokens).prompts
     texts = record_texts(arm, prompts, job.engine_kwargs(), PREFLIGHT_TOKENS)
     job.output.join(RECORDED).write_bytes(json.dumps([as_json(text) for text in texts]).encode())
@@ -134,10 +130,3 @@ def _walk_json(walk: Any) -> dict[str, Any]:
         "accepted": walk.accepted,
         "accepted_at": list(walk.accepted_at_K),
     }
-
-
-def _log_to_driver() -> None:
-    """Ray shows a task's standard error in the driver's log."""
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    log.setLevel(logging.INFO)

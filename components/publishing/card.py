@@ -7,7 +7,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from components.publishing import tables
 from components.publishing.evidence import Evidence
 from components.publishing.provenance import licences
+from components.publishing.speed_tables import speed_tables
 from components.publishing.tables import Table
+from components.publishing.task_tables import task_tables
 
 HEAD_HERE = "."
 """The card's command runs in the bundle's folder."""
@@ -32,18 +34,25 @@ def model_card(evidence: Evidence) -> str:
         base_model=evidence.hub_id,
         candidate_al=tables.number(evidence.candidate["al"]),
         bigram_al=tables.number(evaluation["bigram_walked_al"]),
-        measured=[
-            tables.arms_table(evaluation),
-            tables.position_table(evaluation),
-            tables.family_table(evaluation),
-            tables.lossless_table(evaluation),
-            tables.ab_table(evidence.ab),
-        ],
+        measured=[table for table in _measured(evidence) if table.rows],
         verdict=tables.verdict_table(evidence.verdict),
         training=tables.training_table(evidence),
         rows=tables.rows_table(evidence),
         versions=evidence.artifacts["evaluation"].manifest["versions"],
     )
+
+
+def _measured(evidence: Evidence) -> list[Table]:
+    evaluation = evidence.evaluation
+    return [
+        tables.arms_table(evaluation),
+        *speed_tables(evidence.speed),
+        tables.position_table(evaluation),
+        *task_tables(evaluation),
+        tables.family_table(evaluation),
+        tables.lossless_table(evaluation),
+        tables.ab_table(evidence.ab),
+    ]
 
 
 def markdown(table: Table) -> str:

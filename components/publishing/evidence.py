@@ -12,6 +12,7 @@ from components.config import Settings
 from components.evaluation.arms import head_arm
 from components.evaluation.gate import Verdict
 from components.evaluation.metrics import metrics_of_evaluation
+from components.publishing.further_metrics import interval_metrics, speed_metrics
 from components.stage import Artifact
 from components.target.resolve import BUNDLED_PREFIX
 from components.versions import vllm_of
@@ -33,6 +34,12 @@ class Evidence:
     @property
     def ab(self) -> Mapping[str, Any]:
         return self.artifacts["ab"].facts
+
+    @property
+    def speed(self) -> Mapping[str, Any] | None:
+        """Of the speed pass; None where there was none."""
+        facts = self.artifacts["speed"].facts if "speed" in self.artifacts else {}
+        return facts if facts.get("points") else None
 
     @property
     def target(self) -> Mapping[str, Any]:
@@ -59,7 +66,7 @@ class Evidence:
     @cached_property
     def curves(self) -> list[dict[str, Any]]:
         """Rows of curves.jsonl: `step`, `epoch` and figures by name."""
-        return [json.loads(line) for line in self.artifacts["head"].join("curves.jsonl").read_bytes().splitlines()]
+        return training_curves(self.artifacts["head"])
 
     @property
     def vllm_version(self) -> str:
@@ -91,11 +98,17 @@ class Evidence:
         return command + f"--speculative-config {shlex.quote(json.dumps(config))}"
 
 
+def training_curves(head: Artifact) -> list[dict[str, Any]]:
+    """Rows of the head's curves.jsonl."""
+    return [json.loads(line) for line in head.join("curves.jsonl").read_bytes().splitlines()]
+
+
 def metrics_of(evidence: Evidence) -> dict[str, float | None]:
     """The figures of a finished run in MLflow's vocabulary; what is undefined is None."""
     figures: dict[str, float | None] = {**metrics_of_evaluation(evidence.evaluation)}
     figures["eval/bigram/walked_al"] = evidence.evaluation["bigram_walked_al"]
     figures[f"eval/{evidence.evaluation['candidate']['arm']}/walked_al"] = evidence.evaluation["walked"]["al"]
+    figures |= interval_metrics(evidence.evaluation) | speed_metrics(evidence.speed)
     for name, arm in evidence.ab["arms"].items():
         figures |= {f"ab/{name}/{key}": arm[key] for key in ("al", "requests", "errors")}
     for stage, rows in evidence.row_accounts():

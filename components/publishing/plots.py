@@ -4,99 +4,90 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from components.publishing.canvas import Bars, Point, Series, bar_plot, line_plot
 from components.publishing.evidence import Evidence
+from components.publishing.speed_plots import draw_speed
+from components.publishing.tables import intervals_of
 
-SIZE_INCHES = (6.0, 3.4)
-DPI = 130
-BAR_WIDTH = 0.8
-"""Of the distance between two groups of bars."""
-
-Series = Mapping[str, Sequence[tuple[float, float]]]
+STEP = "optimiser step"
 
 
 def draw_plots(evidence: Evidence, folder: Path) -> list[Path]:
     """Write the plots that the evidence has figures for; their paths in reading order."""
     folder.mkdir(parents=True, exist_ok=True)
-    curves, arms = evidence.curves, evidence.evaluation["arms"]
-    lines = {
-        "loss": ("Loss", _series(curves, ["train/loss", "validation/loss"])),
-        "accuracy": ("Accuracy by depth", _series(curves, _names(curves, "validation/accuracy_depth_"))),
-        "walked_al": ("Walked AL", _series(curves, _names(curves, "validation/walked_al"))),
-    }
+    curves, evaluation = evidence.curves, evidence.evaluation
+    arms = evaluation["arms"]
     bars = {
         "accepted": ("Share of rounds accepting at least i tokens", _by_position(arms)),
         "family_al": ("AL by family", _by_family(arms)),
+        "task_al": ("AL by task", _by_task(evaluation)),
         "tokens_per_s": ("Output tokens/s at concurrency 1", _by_arm(arms, "tokens_per_s_c1")),
         "tokens_per_step": ("Output tokens per target step", _by_arm(arms, "tokens_per_step")),
     }
-    drawn = [line_plot(folder / f"{name}.png", title, series) for name, (title, series) in lines.items() if series]
-    return drawn + [bar_plot(folder / f"{name}.png", title, groups) for name, (title, groups) in bars.items() if groups]
+    lines = {
+        "ab_al": ("Live AL of all requests so far", "seconds of traffic", _over_time(evidence.ab)),
+        "loss": ("Loss", STEP, _series(curves, ["train/loss", "validation/loss"])),
+        "accuracy": ("Accuracy by depth (validation)", STEP, _family(curves, "validation/accuracy_depth_", "depth ")),
+        "walked_al": ("Walked AL (validation)", STEP, _family(curves, "validation/walked_al_", "K=")),
+    }
+    drawn = [bar_plot(folder / f"{name}.png", title, groups) for name, (title, groups) in bars.items() if groups]
+    drawn += draw_speed(evidence.speed, folder)
+    return drawn + [
+        line_plot(folder / f"{name}.png", title, along, series)
+        for name, (title, along, series) in lines.items()
+        if series
+    ]
 
 
-def line_plot(path: Path, title: str, series: Series) -> Path:
-    """Values over optimiser steps, a line a name."""
-    figure, axes = _figure(title)
-    for name, points in series.items():
-        xs, ys = zip(*points, strict=True)
-        axes.plot(xs, ys, marker="." if len(points) < 40 else None, label=name)
-    axes.set_xlabel("optimiser step")
-    axes.grid(alpha=0.3)
-    return _save(figure, axes, path)
+def _by_position(arms: Mapping[str, Any]) -> Bars:
+    found = {}
+    for name, arm in arms.items():
+        rates = arm["accepted_at"]
+        bounds = intervals_of(arm)["accepted_at"] or [None] * len(rates)
+        if rates:
+            pairs = zip(rates, bounds, strict=True)
+            found[name] = {str(i): _bar(rate, interval) for i, (rate, interval) in enumerate(pairs, 1)}
+    return found
 
 
-def bar_plot(path: Path, title: str, groups: Mapping[str, Mapping[str, float | None]]) -> Path:
-    """One group of bars a label of the inner mappings, one colour a key of the outer; undefined ones are left out."""
-    figure, axes = _figure(title)
-    labels = list(dict.fromkeys(label for values in groups.values() for label in values))
-    width = BAR_WIDTH / len(groups)
-    for number, (name, values) in enumerate(groups.items()):
-        shown = [(i, value) for i, label in enumerate(labels) if (value := values.get(label)) is not None]
-        offset = (number - (len(groups) - 1) / 2) * width
-        axes.bar([i + offset for i, _ in shown], [value for _, value in shown], width, label=name)
-    axes.set_xticks(range(len(labels)), labels)
-    axes.grid(axis="y", alpha=0.3)
-    return _save(figure, axes, path)
+def _by_family(arms: Mapping[str, Any]) -> Bars:
+    speculating = {name: arm["family_al"] for name, arm in arms.items() if arm["accepted_at"]}
+    return {name: {family: _bar(al, None) for family, al in lengths.items()} for name, lengths in speculating.items()}
 
 
-def _figure(title: str) -> tuple[Figure, Any]:
-    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    return figure, axes
+def _by_task(evaluation: Mapping[str, Any]) -> Bars:
+    found: dict[str, dict[str, Point | None]] = {}
+    for task, facts in evaluation.get("tasks", {}).items():
+        for name, arm in facts["arms"].items():
+            if arm["al"] is not None:
+                found.setdefault(name, {})[task] = _bar(arm["al"]["estimate"], arm["al"])
+    return found
 
 
-def _save(figure: Figure, axes: Any, path: Path) -> Path:
-    if len(axes.get_legend_handles_labels()[1]) > 1:
-        axes.legend(fontsize="small")
-    figure.savefig(path, metadata={"Software": None})
-    return path
+def _by_arm(arms: Mapping[str, Any], figure: str) -> Bars:
+    values = {name: _bar(arm[figure], None) for name, arm in arms.items() if arm[figure] is not None}
+    return {figure: values} if values else {}
 
 
-def _names(curves: Sequence[Mapping[str, Any]], prefix: str) -> list[str]:
-    return sorted({name for row in curves for name in row if name.startswith(prefix)})
+def _bar(value: float | None, interval: Mapping[str, float | None] | None) -> Point | None:
+    if value is None:
+        return None
+    return Point(value) if interval is None else Point(value, interval["low"], interval["high"])
 
 
-def _series(curves: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Series:
-    series = {name: [(row["step"], row[name]) for row in curves if row.get(name) is not None] for name in names}
-    return {name: points for name, points in series.items() if points}
-
-
-def _by_position(arms: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+def _over_time(ab: Mapping[str, Any]) -> Series:
     return {
-        name: {str(i): rate for i, rate in enumerate(arm["accepted_at"], 1)}
-        for name, arm in arms.items()
-        if arm["accepted_at"]
+        arm: [(m["elapsed_s"], Point(m["al"], m["low"], m["high"])) for m in moments]
+        for arm, moments in ab.get("over_time", {}).items()
     }
 
 
-def _by_family(arms: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    return {name: dict(arm["family_al"]) for name, arm in arms.items() if arm["accepted_at"]}
+def _family(curves: Sequence[Mapping[str, Any]], prefix: str, label: str) -> Series:
+    """The figures that share a prefix, named by what follows it, in the order of these numbers."""
+    names = sorted({name for row in curves for name in row if name.startswith(prefix)}, key=lambda n: (len(n), n))
+    return {f"{label}{name.removeprefix(prefix)}": points for name, points in _series(curves, names).items()}
 
 
-def _by_arm(arms: Mapping[str, Any], figure: str) -> dict[str, dict[str, float | None]]:
-    values = {name: arm[figure] for name, arm in arms.items() if arm[figure] is not None}
-    return {figure: values} if values else {}
+def _series(curves: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Series:
+    series = {name: [(row["step"], Point(row[name])) for row in curves if row.get(name) is not None] for name in names}
+    return {name: points for name, points in series.items() if points}

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlflow.tracking import MlflowClient
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.evaluation.acceptance import total
 from components.evaluation.arms import head_arm
 from components.evaluation.job import Job
@@ -24,6 +24,7 @@ from components.publishing.incumbent import check_target, describe, missing_tags
 from components.publishing.registry import Registry
 from components.publishing.run_log import mlflow_errors
 from components.publishing.versions import find, measured_tag
+from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
 from components.target.stages import target_path
 from components.tracking import Tracker

@@ -7,9 +7,12 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from components.publishing import tables
+from components.publishing.diagnosis import NOTHING, diagnose_outputs, diagnosis_tables
 from components.publishing.evidence import Evidence
 from components.publishing.provenance import licences
+from components.publishing.speed_tables import speed_tables
 from components.publishing.tables import Table
+from components.publishing.task_tables import task_tables
 
 
 def render_report(evidence: Evidence, plots: Sequence[Path], outcome: str, addresses: Sequence[tuple[str, str]]) -> str:
@@ -36,6 +39,8 @@ def render_report(evidence: Evidence, plots: Sequence[Path], outcome: str, addre
         headline=tables.headline(evidence),
         verdict=tables.verdict_table(evidence.verdict),
         measured=[*measured_tables(evidence)],
+        diagnosis=diagnosis_tables(diagnose_outputs(evidence.artifacts, evidence.settings)),
+        nothing_found=NOTHING,
         plots=plots,
         background=[tables.training_table(evidence), tables.rows_table(evidence), tables.stages_table(evidence)],
         licences=licences(evidence),
@@ -49,7 +54,10 @@ def measured_tables(evidence: Evidence) -> list[Table]:
     found = [
         tables.arms_table(evaluation),
         tables.position_table(evaluation),
+        *task_tables(evaluation),
         tables.family_table(evaluation),
+        *speed_tables(evidence.speed),
+        tables.engines_table(evaluation),
         tables.lossless_table(evaluation),
         tables.differences_table(evidence),
         tables.ab_table(evidence.ab),

@@ -23,7 +23,7 @@ LOG_WIDTH = 120
 
 def print_summary(pipeline: Pipeline, console: Console | None = None) -> None:
     """Print the results of a finished job, from its manifests alone: a run that found everything done prints the same."""
-    console = console or Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
+    console = console or wide_console()
     publish = pipeline.artifacts.get("publish")
     if publish is None:
         done = ", ".join(pipeline.artifacts)
@@ -32,7 +32,7 @@ def print_summary(pipeline: Pipeline, console: Console | None = None) -> None:
     evidence = Evidence(pipeline.settings, pipeline.artifacts, stored_verdict(publish))
     evaluation, ab = tables.arms_table(evidence.evaluation), tables.ab_table(evidence.ab)
     for table in (evaluation, ab, tables.verdict_table(evidence.verdict)):
-        console.print(_rich(table))
+        console.print(rich_table(table))
     console.print(f"[bold]{verdict_line(publish)}[/bold]")
     if not pipeline.made:
         console.print("Everything was done already; nothing was written.")
@@ -90,9 +90,20 @@ def _aliases(aliases: Sequence[str]) -> str:
     return ", ".join(aliases) or "no alias"
 
 
-def _rich(table: Table) -> RichTable:
+def wide_console() -> Console:
+    """The terminal, or a log as wide as tables need."""
+    return Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
+
+
+def rich_table(table: Table, show_lines: bool = False) -> RichTable:
+    """For a terminal; `show_lines` draws a line between rows whose cells have several lines."""
     printed = RichTable(
-        *table.headers, title=table.title, title_justify="left", caption=table.note, caption_justify="left"
+        *table.headers,
+        title=table.title,
+        title_justify="left",
+        caption=table.note,
+        caption_justify="left",
+        show_lines=show_lines,
     )
     for row in table.rows:
         printed.add_row(*row)

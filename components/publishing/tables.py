@@ -1,6 +1,6 @@
 """The tables of a run, as text cells: the model card prints them in Markdown, the report in HTML, the summary in the terminal."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ def arms_table(evaluation: Mapping[str, Any]) -> Table:
         (
             name,
             number(arm["num_speculative_tokens"], 0),
-            number(arm["al"]),
+            with_interval(arm["al"], intervals_of(arm)["al"]),
             percent(arm["acceptance_rate"]),
             number(arm["tokens_per_step"]),
             percent(arm["coverage"]),
@@ -47,21 +47,26 @@ def arms_table(evaluation: Mapping[str, Any]) -> Table:
         f"Held-out prompts, greedy ({evaluation['num_prompts']} prompts)",
         ("arm", "K", "AL", "accepted", "tokens/step", "coverage", "tokens/s c=1", "first token s", "errors"),
         rows,
-        "AL = 1 + accepted draft tokens / rounds that had a proposal; tokens/step = output tokens after each answer's first / "
+        "AL = 1 + accepted draft tokens / rounds that had a proposal [95% interval over prompts]; tokens/step = output tokens after each answer's first / "
         "target steps; coverage = rounds with a proposal / target steps. An arm that seldom proposes has a high AL and few "
         "tokens a step: compare it by tokens/step.",
     )
 
 
 def position_table(evaluation: Mapping[str, Any]) -> Table:
-    arms = {name: arm["accepted_at"] for name, arm in evaluation["arms"].items() if arm["accepted_at"]}
-    width = max((len(rates) for rates in arms.values()), default=0)
-    rows = [(name, *[percent(r) for r in rates], *[UNDEFINED] * (width - len(rates))) for name, rates in arms.items()]
+    arms = {name: arm for name, arm in evaluation["arms"].items() if arm["accepted_at"]}
+    width = max((len(arm["accepted_at"]) for arm in arms.values()), default=0)
+    rows = []
+    for name, arm in arms.items():
+        rates = arm["accepted_at"]
+        bounds = intervals_of(arm)["accepted_at"] or [None] * len(rates)
+        shown = [with_interval(rate, interval, percent) for rate, interval in zip(rates, bounds, strict=True)]
+        rows.append((name, *shown, *[UNDEFINED] * (width - len(rates))))
     return Table(
         "Accepted by position",
         ("arm", *[f"≥ {i + 1}" for i in range(width)]),
         rows,
-        "Share of rounds that accepted at least so many draft tokens.",
+        "Share of rounds that accepted at least so many draft tokens [95% interval over prompts].",
     )
 
 
@@ -83,6 +88,23 @@ def lossless_table(evaluation: Mapping[str, Any]) -> Table:
         ("arm", "compared", "equal", "ties", "faults"),
         rows,
         "A tie: at the first difference plain decoding's own logits were closer than rounding. Anything else is a fault.",
+    )
+
+
+def engines_table(evaluation: Mapping[str, Any]) -> Table:
+    """What the arms' engines had room for, and what their answers looked like; no rows where it was not measured."""
+    keys = ("kv_capacity_tokens", "preemptions", "looped")
+    rows = [
+        (name, text(arm.get("kv_capacity_tokens")), text(arm.get("preemptions")), percent(arm.get("looped")))
+        for name, arm in evaluation["arms"].items()
+        if any(arm.get(key) is not None for key in keys)
+    ]
+    return Table(
+        "Engines",
+        ("arm", "KV capacity (tokens)", "preemptions", "looped answers"),
+        rows,
+        "Preempted requests were put back for want of room in the KV cache. A looped answer repeats itself until it is cut off: easy to "
+        "draft, so its AL flatters.",
     )
 
 
@@ -113,13 +135,13 @@ def ab_table(ab: Mapping[str, Any]) -> Table:
             str(arm["requests"]),
             str(arm["errors"]),
             str(arm["output_tokens"]),
-            number(arm["al"]),
+            with_interval(arm["al"], intervals_of(arm)["al"]),
             percent(arm["acceptance_rate"]),
         )
         for name, arm in ab["arms"].items()
     ]
     headers = ("arm", "head", "weight", "sessions", "requests", "errors", "output tokens", "AL", "accepted")
-    note = "Live answers keep serving's sampling settings; sessions stay with the arm that their key drew."
+    note = "Live answers keep serving's sampling settings; sessions stay with the arm that their key drew. AL [95% interval over sessions]."
     return Table("A/B traffic", headers, rows, note)
 
 
@@ -186,6 +208,25 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def percent(value: float | None) -> str:
     return UNDEFINED if value is None else f"{value:.1%}"
+
+
+def with_interval(
+    value: float | None, interval: Mapping[str, float | None] | None, show: Callable[[float | None], str] = number
+) -> str:
+    """`2.345 [2.101, 2.612]`; the value alone where there are too few prompts for bounds."""
+    if interval is None or interval["low"] is None:
+        return show(value)
+    return f"{show(value)} [{show(interval['low'])}, {show(interval['high'])}]"
+
+
+def estimate(found: Mapping[str, float | None] | None, show: Callable[[float | None], str] = number) -> str:
+    """The same from a figure that holds its own bounds."""
+    return UNDEFINED if found is None else with_interval(found["estimate"], found, show)
+
+
+def intervals_of(arm: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of an arm's AL and positions; empty for an arm that was measured before there were any."""
+    return arm.get("intervals") or {"al": None, "accepted_at": []}
 
 
 def text(value: object) -> str:

@@ -127,9 +127,9 @@ async def _run_session(client: httpx.AsyncClient, session: Session, settings: Se
     records: list[RequestRecord] = []
     for turn in session.turns:
         messages += turn
-        started = time.monotonic()
+        started_at, started = time.time(), time.monotonic()
         reply = await _ask(client, session, request_body(session, messages, settings))
-        records.append(make_record(session, reply, time.monotonic() - started))
+        records.append(make_record(session, reply, time.monotonic() - started, started_at))
         if reply.error is not None:
             break
         messages = [*messages, {"role": "assistant", "content": reply.text}]
@@ -203,7 +203,7 @@ def _reply(arm: str, text: str | None, finish_reason: str | None, metered: dict[
     return Reply(arm, text, finish_reason, usage, speculation, "empty answer" if empty else None)
 
 
-def make_record(session: Session, reply: Reply, duration_s: float) -> RequestRecord:
+def make_record(session: Session, reply: Reply, duration_s: float, started_at: float | None = None) -> RequestRecord:
     """The request's figures; position i counts the rounds that accepted more than i draft tokens."""
     histogram = reply.speculation.get("acceptance_histogram", [])
     return RequestRecord(
@@ -219,4 +219,5 @@ def make_record(session: Session, reply: Reply, duration_s: float) -> RequestRec
         accepted_at=tuple(sum(histogram[i:]) for i in range(1, len(histogram))),
         duration_s=duration_s,
         error=reply.error,
+        started_at=started_at,
     )

@@ -9,16 +9,19 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.data.prompts import Prompt
 from components.evaluation.acceptance import RequestRecord, total
 from components.evaluation.arms import Arm, baseline_arm, head_arm, refuse_synthetic, synthetic_arms
+from components.evaluation.estimates import interval_facts
 from components.evaluation.summary import CHALLENGER, CHAMPION, NONE, chosen_place
 from components.forecast import Forecast
 from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys, draft_label
+from components.section import ConfigError
 from components.serving.apps import ServedArm, Service
 from components.serving.deploy import deploy, teardown
+from components.serving.over_time import acceptance_over_time
 from components.serving.records import live_records
 from components.serving.replay import Session, make_sessions, replay
 from components.stage import Artifact, Outcome, Output, Stage
@@ -37,6 +40,7 @@ DEPLOYMENT_S = 120.0
 NOT_IDENTITY = {
     "host",
     "port",
+    "drain_timeout_s",
     "keep_serving",
     "max_body_bytes",
     "api_keys_file",
@@ -59,7 +63,7 @@ def ab_stage(settings: Settings) -> Stage:
         service = replace(ab_service(settings, inputs), records=live_records(settings, output.storage))
         started = time.monotonic()
         try:
-            address = deploy(service)
+            address = deploy(service, allow_gap=True)  # a run of many hours does not end for want of room
             log.info("ab: %s serves %s after %.0f s", address, _weights(service), time.monotonic() - started)
             records = run_traffic(address, read_sessions(inputs["prompts"], settings), settings, output.location)
         finally:
@@ -164,6 +168,7 @@ def arm_figures(served: ServedArm, records: Sequence[RequestRecord]) -> dict[str
         "al": acceptance.acceptance_length,
         "acceptance_rate": acceptance.acceptance_rate,
         "accepted_at": list(acceptance.rate_at),
+        "intervals": interval_facts(mine),
     }
 
 
@@ -191,6 +196,7 @@ def _publish(service: Service, records: Sequence[RequestRecord], output: Output)
         "requests": len(records),
         "errors": sum(record.error is not None for record in records),
         "arms": arms,
+        "over_time": acceptance_over_time(records),
     }
     lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
     output.join(RECORDS).write_bytes(lines.encode())

@@ -135,7 +135,7 @@ def test_same_job_again_writes_nothing_and_starts_no_engine(
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-6000:]
     assert project.snapshot() == before
-    assert printed.count(": done already") == 12
+    assert printed.count(": done already") == 13
     assert ": running" not in printed
 
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from components.config import BenchmarkConfig, ConfigError, Settings, load_settings
+from components.config import BenchmarkConfig, Settings, load_settings
 from components.evaluation.benchmarks import benchmark_identity, load_rows, num_turns, read_benchmark, save_rows
 from components.evaluation.stages import evaluation_stage
+from components.section import ConfigError
 from components.storage import Location
 
 HUMANEVAL = {

@@ -7,7 +7,8 @@ import pytest
 
 from components.config import GateConfig
 from components.evaluation.acceptance import RequestRecord
-from components.evaluation.gate import Measured, Verdict, decide
+from components.evaluation.gate import Measured, UnderLoad, Verdict, decide
+from components.evaluation.statistics import Interval
 from tests.components.evaluation.records import FAMILIES, draw_records, make_record
 
 POLICY = GateConfig(bootstrap_samples=500)
@@ -239,3 +240,19 @@ def test_the_first_champion_needs_more_than_a_lucky_median() -> None:
     mixed = {"p0": 10.0, "p1": 11.0, "p2": 15.8, "p3": 16.0, "p4": 17.0, "p5": 18.0}
 
     assert failed(decide(replace(BETTER, tokens_per_s=mixed), None, NONE_ARM, POLICY)) == ["faster than plain decoding"]
+
+
+@pytest.mark.parametrize("champion", [CHAMPION, None])
+def test_every_load_that_was_measured_must_be_no_slower(champion: Measured | None) -> None:
+    def load(concurrency: int, ratio: float | None) -> UnderLoad:
+        return UnderLoad(concurrency, "baseline", None if ratio is None else Interval(ratio, ratio - 0.1, ratio + 0.1))
+
+    good = [load(1, 1.2), load(8, 1 - POLICY.speed_margin)]
+    bad = [load(16, 0.97), load(32, None), load(64, float("nan"))]
+
+    passed = decide(BETTER, champion, NONE_ARM, POLICY, loads=good)
+    refused = decide(BETTER, champion, NONE_ARM, POLICY, loads=[*good, *bad])
+
+    assert passed.promote, passed.failures
+    assert [r.check for r in passed.reasons][-2:] == ["speed at c=1 against baseline", "speed at c=8 against baseline"]
+    assert failed(refused) == [f"speed at c={c} against baseline" for c in (16, 32, 64)]

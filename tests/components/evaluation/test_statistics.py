@@ -7,6 +7,7 @@ from components.evaluation.statistics import (
     compare_acceptance,
     compare_acceptance_by_family,
     compare_speed,
+    compare_throughput,
 )
 from tests.components.evaluation.records import draw_records, make_record
 
@@ -129,3 +130,49 @@ def test_speed_with_an_impossible_figure_is_none(bad: float) -> None:
 
     assert compare_speed(good | {"p3": bad}, good, QUICK) is None
     assert compare_speed({}, good, QUICK) is None
+
+
+def times(seconds: float, spread: float = 0.05, repetitions: int = 2, num_prompts: int = 40) -> list[dict[str, float]]:
+    """Seconds a token of prompts that differ, the same prompts in every repetition."""
+    rng = np.random.default_rng(0)
+    lengths = {f"p{i}": seconds * float(np.exp(0.5 * rng.standard_normal())) for i in range(num_prompts)}
+    return [
+        {key: value * float(1 + spread * rng.standard_normal()) for key, value in lengths.items()}
+        for _ in range(repetitions)
+    ]
+
+
+def test_throughput_is_a_ratio_of_sums_on_the_same_prompts() -> None:
+    found = compare_throughput(times(1.0, spread=0.01), times(1.25, spread=0.01), QUICK)
+
+    assert found is not None
+    assert found.estimate == pytest.approx(1.25, rel=0.01)
+    assert found.low > 1.2
+    assert found.high < 1.3
+
+
+def test_repetitions_that_disagree_leave_a_gain_in_doubt() -> None:
+    """One quiet moment made the arm a tenth faster, the next made it a tenth slower: prompts alone would be sure."""
+    [base] = times(1.0, spread=0.0, repetitions=1)
+    faster, slower = ({key: value * factor for key, value in base.items()} for factor in (0.88, 1.05))
+
+    sure = compare_throughput([faster], [base], QUICK)
+    doubtful = compare_throughput([faster, slower], [base, base], QUICK)
+
+    assert sure is not None
+    assert sure.low > 1.1
+    assert doubtful is not None
+    assert doubtful.low < 1 < doubtful.estimate < doubtful.high
+
+
+@pytest.mark.parametrize(
+    ("arm", "baseline"),
+    [
+        ([], times(1.0)),
+        (times(1.0, num_prompts=4), times(1.0)),
+        ([{"p0": 0.0} | times(1.0)[0] | {"p1": 0.0}], times(1.0)),
+        ([times(1.0)[0] | {"p1": float("nan")}], times(1.0)),
+    ],
+)
+def test_throughput_without_figures_is_not_known(arm: list[dict[str, float]], baseline: list[dict[str, float]]) -> None:
+    assert compare_throughput(arm, baseline, QUICK) is None

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from components.config import Settings, load_settings
+from components.config import Settings
+from components.config_loading import load_settings
 from components.evaluation.acceptance import RequestRecord
 from components.evaluation.arms import Arm, baseline_arms
 from components.evaluation.prompts import PROMPTS, EvaluationPrompt, dump_prompts
@@ -24,6 +25,7 @@ from components.pipeline import Pipeline
 from components.publishing.bundle import head_digest
 from components.publishing.stages import incumbent_stage, publish_stage
 from components.rows import RowAccount
+from components.speed.stages import speed_stage
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.tracking import Tracker
@@ -85,6 +87,7 @@ def rehearsed_stages(
         write("preflight", {"preflight.json": "{}"}, {"compared": 9, "equal": 9}),
         incumbent_stage(settings),
         evaluation_stage(settings, on_stage),
+        speed_stage(settings),  # left out
         ab_stage(settings, on_stage),
         publish_stage(settings),
     ]

@@ -7,12 +7,12 @@ from uuid import uuid4
 
 import pytest
 
-from components.config import ConfigError
 from components.pipeline import Pipeline, Selection
 from components.publishing.registry import VLLM_TAG, Registry
 from components.publishing.regression import is_reproduced, mark, registered_stage, sentence
 from components.publishing.stages import incumbent_stage, registry_of
 from components.publishing.versions import list_versions
+from components.section import ConfigError
 from components.stage import Artifact, run_stage
 from components.storage import Location
 from components.versions import vllm_of

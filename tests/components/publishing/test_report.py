@@ -91,7 +91,9 @@ def test_the_card_has_the_tables_and_a_readable_header(published: Pipeline) -> N
     assert metadata["license"] == "apache-2.0"
     card = (bundle / "README.md").read_text()
     evaluation = json.loads((bundle / "evaluation.json").read_text())
-    assert f"| candidate | 3 | {evaluation['arms']['candidate']['al']:.3f} |" in card
+    candidate = evaluation["arms"]["candidate"]
+    bounds = candidate["intervals"]["al"]
+    assert f"| candidate | 3 | {candidate['al']:.3f} [{bounds['low']:.3f}, {bounds['high']:.3f}] |" in card
     for line in card.splitlines():
         assert "None" not in line
         assert "{{" not in line

@@ -1,0 +1,93 @@
+"""One real server under `vllm bench serve`: an n-gram arm on a target that walks a cycle, so that what it accepts is known."""
+
+import json
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from components.evaluation.arms import Arm
+from components.speed.counters import Counters
+from components.speed.inputs import write_inputs
+from components.speed.loads import load_all
+from components.speed.measuring import Job, measure_server, sum_replies
+from components.speed.server import MODULE
+from components.speed.sweep import Served, points
+from components.storage import Location
+from tests.components.evaluation.artifacts import tiny_settings
+from tests.components.speed.test_inputs import held_out
+
+K, TOKENS = 2, 96
+FAMILIES = ["explanation", "rewriting"]
+NUM_PROMPTS = 6
+SERVED = Served(Arm("ngram", "ngram", K, options={"prompt_lookup_min": 2, "prompt_lookup_max": 3}))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, permutation_target: tuple[Path, list[int]]) -> Job:
+    folder, target = tmp_path_factory.mktemp("speed"), permutation_target[0]
+    settings = tiny_settings(
+        target, speed={"concurrencies": [1, 3], "output_tokens": TOKENS, "request_rate": 40.0, "repetitions": 1}
+    )
+    output = Location(str(folder / "output"))
+    tasks = write_inputs(settings, str(target), held_out(target, folder, FAMILIES), output)
+    job = Job(settings, str(target), output, {name: task["num_prompts"] for name, task in tasks.items()})
+    measure_server(job, SERVED, points(["chat"], settings.speed), 0)
+    return job
+
+
+def test_every_point_is_valid_so_that_all_counts_agree_exactly(job: Job) -> None:
+    loads = load_all(job.files(SERVED, point, 0) for point in points(["chat"], job.settings.speed))
+
+    assert [(load.point.concurrency, load.point.request_rate, load.invalid) for load in loads] == [
+        (1, None, None),
+        (3, None, None),
+        (3, 40.0, None),
+    ]
+    for load in loads:
+        assert (load.total("completed"), load.total("output_tokens")) == (NUM_PROMPTS, NUM_PROMPTS * TOKENS)
+        assert load.tokens_per_s is not None
+        assert load.tokens_per_s > 0
+        assert load.latencies["ttft_ms"]["p50"] <= load.latencies["ttft_ms"]["p99"]
+        assert set(load.latencies) == {"ttft_ms", "tpot_ms", "itl_ms"}
+
+
+def test_acceptance_is_that_of_a_cycle(job: Job) -> None:
+    """After one turn of 31 ids every draft is right: AL is K + 1 but where an answer ends within a round."""
+    [load] = load_all([job.files(SERVED, points(["chat"], job.settings.speed)[0], 0)])
+
+    assert load.al == pytest.approx(K + 1, abs=0.1)
+    assert load.accepted_at == pytest.approx([1.0] * K, abs=0.05)
+    assert load.total("accepted") == pytest.approx(sum(load.accepted_at) * load.total("rounds"))
+    assert load.total("drafted") == K * load.total("rounds")
+
+
+def test_what_a_figure_depends_on_is_kept(job: Job) -> None:
+    [load] = load_all([job.files(SERVED, points(["chat"], job.settings.speed)[0], 0)])
+    served = json.loads(job.output.join("servers", "ngram-k2-0.json").read_bytes())
+    said = job.output.join("servers", "ngram-k2-0.log").read_bytes().decode()
+    bench = job.files(SERVED, load.point, 0).load_bench()
+
+    assert "--no-enable-prefix-caching" in served["arguments"]
+    assert served["environment"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert load.repetitions[0].kv_capacity_tokens is not None
+    assert f"{load.repetitions[0].kv_capacity_tokens:,} tokens" in said
+    assert (bench["max_concurrency"], bench["request_rate"]) == (1, "inf")
+    assert len(bench["itls"]) == NUM_PROMPTS
+
+
+def test_nothing_is_left_to_do_and_nothing_is_left_running(job: Job) -> None:
+    assert job.missing(SERVED, points(["chat"], job.settings.speed), 0) == ()
+    left = [p for p in psutil.Process(os.getpid()).children(recursive=True) if MODULE in " ".join(p.cmdline())]
+    assert left == []
+
+
+def test_replies_are_summed_with_their_own_acceptance() -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": 9}
+    drafts = {"num_spec_steps": 3, "num_draft_tokens": 6, "num_accepted_draft_tokens": 4}
+    replies = [{"usage": usage, "metrics": {"speculative_decoding": drafts}}, {"usage": usage, "metrics": None}]
+
+    assert sum_replies(replies) == Counters(
+        requests=2, prompt_tokens=10, output_tokens=18, rounds=3, drafted=6, accepted=4
+    )
