@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from components.config import PromptSource, Settings
 from components.data.sources import blamed_on, source_identity
 from components.evaluation.arms import Arm, baseline_arms
+from components.evaluation.forecasts import MEASURING_SHARE
 from components.evaluation.processes import FreshProcesses
 from components.evaluation.stages import (
-    MEASURING_SHARE,
     candidate_heads,
     champion_head,
     engine_identity,
