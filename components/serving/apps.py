@@ -23,6 +23,7 @@ SERVED_CODE = (
     "arm_server",
     "assignment",
     "dealing",
+    "delivery",
     "ejection",
     "exchange",
     "gateway",
