@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from components.config import ConfigError
+from components.section import ConfigError
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 LOCAL = {"model": "a local folder", "dataset": "local files with `path`"}

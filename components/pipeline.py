@@ -4,9 +4,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.forecast import Stopwatch, free_bytes
 from components.planning import Plan, check_room, make_plan
+from components.section import ConfigError
 from components.stage import Artifact, Stage, find_artifact, run_stage
 from components.storage import Location
 from components.tracking import Tracker

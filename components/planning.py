@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from components.config import ConfigError
 from components.forecast import Duration, Forecast, Stopwatch, free_bytes
+from components.section import ConfigError
 from components.stage import Artifact, Stage, find_artifact, read_artifact
 from components.storage import Location
 

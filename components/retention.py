@@ -18,9 +18,9 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from components.config import ConfigError
 from components.lease import Lease, LeaseHeld, describe_holder, live_holder
 from components.publishing.registry import aliased_versions
+from components.section import ConfigError
 from components.stage import LEASE, MANIFEST, PIN, read_artifact
 from components.storage import Location
 

@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from components.config import ConfigError
 from components.forecast import Forecast
 from components.lease import Lease
 from components.rows import RowAccount
+from components.section import ConfigError
 from components.storage import NO_SPACE_TEXTS, TEMPORARY_MARK, Location, is_full
 from components.versions import git_commit, installed_versions
 

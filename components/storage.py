@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from components import s3
-from components.config import ConfigError
+from components.section import ConfigError
 
 TEMPORARY_MARK = ".tmp-"
 IN_MEMORY_BYTES = 1 << 26  # of a file on its way to S3; what is longer waits in a temporary file

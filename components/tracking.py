@@ -16,8 +16,9 @@ from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.lease import Lease, LeaseHeld
+from components.section import ConfigError
 from components.storage import Location
 
 log = logging.getLogger("aerie")

@@ -1,33 +1,30 @@
-"""The command line that every pipeline shares: settings, selection of stages, one-line errors with exit code 2."""
+"""What every pipeline's command does: runs or plans its stages; what the user can mend is one line with exit code 2."""
 
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Annotated
 
 import ray
 import typer
 
-from components.config import ConfigError, Settings, load_settings
+from components.config import Settings
 from components.lease import LeaseHeld, LeaseLost
-from components.pipeline import Pipeline, Selection
+from components.pipeline import Pipeline
 from components.plan_table import print_plan
 from components.publishing.bundle import BundleError
-from components.publishing.registry import ChampionChanged, NothingToRollBack
+from components.publishing.promotion import ChampionChanged, NothingToRollBack
 from components.rows import TooManyRowsLost
+from components.section import ConfigError
 from components.serving.waiting import DeploymentFailed
 from components.stage import InputChanged, Stage
 from components.storage import Location
 from components.target.vllm_versions import warn_if_untested
 from components.tracking import Tracker
+from pipelines.run_options import RunOptions, with_run_options
 
 log = logging.getLogger("aerie")
-
-CODE_ROOT = Path(__file__).resolve().parent.parent
-RAY_UPLOAD_MARK = "runtime_resources"  # part of the path of a working directory that `ray job submit` uploaded
 
 JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 S3_ADDRESSES = (
@@ -39,21 +36,6 @@ S3_ADDRESSES = (
     "AWS_CONFIG_FILE",
     "AWS_SHARED_CREDENTIALS_FILE",
 )
-Config = Annotated[Path, typer.Option("--config", help="YAML file of settings.")]
-Cluster = Annotated[Path | None, typer.Option("--cluster", help="YAML overlay for a cluster, from clusters/.")]
-Overrides = Annotated[list[str], typer.Option("--set", help="One setting, e.g. --set train.epochs=2. Repeatable.")]
-Plan = Annotated[
-    bool,
-    typer.Option(
-        "--plan",
-        help="Say what would run, how long it takes and what it writes, and refuse what the disk cannot hold; write nothing.",
-    ),
-]
-First = Annotated[str | None, typer.Option("--from", help="First stage to run; earlier ones must be done.")]
-Last = Annotated[str | None, typer.Option("--until", help="Last stage to run.")]
-Forced = Annotated[list[str], typer.Option("--force", help="Make this stage again from nothing. Repeatable.")]
-
-DEFAULT_CONFIG = CODE_ROOT / "ray_config.yaml"
 
 
 def pipeline_app(
@@ -73,48 +55,33 @@ def pipeline_app(
     )
 
     @register
-    def main(
-        context: typer.Context,
-        config: Config = DEFAULT_CONFIG,
-        cluster: Cluster = None,
-        overrides: Overrides = [],
-        plan: Plan = False,
-        first: First = None,
-        until: Last = last,
-        forced: Forced = [],
-    ) -> None:
-        context.obj = (config, cluster, overrides)
+    @with_run_options(until=last)
+    def main(context: typer.Context, options: RunOptions) -> None:
+        context.obj = options
         if context.invoked_subcommand:
             return
-        pipeline = run_pipeline(define_stages, config, cluster, overrides, plan, Selection(first, until, tuple(forced)))
-        if not plan:
+        pipeline = run_pipeline(define_stages, options)
+        if not options.plan:
             done(pipeline)
 
     return app
 
 
-def run_pipeline(
-    define_stages: Callable[[Settings], Sequence[Stage]],
-    config: Path,
-    cluster: Path | None,
-    overrides: list[str],
-    plan: bool,
-    selection: Selection,
-) -> Pipeline:
+def run_pipeline(define_stages: Callable[[Settings], Sequence[Stage]], options: RunOptions) -> Pipeline:
     """Load the settings and run (or plan) the stages; the pipeline with its artifacts comes back."""
-    settings = read_settings(config, cluster, overrides)
+    settings = options.settings()
     installed = installed_vllm()
     warning = warn_if_untested(installed) if installed else "vLLM is not installed: stages that need it will fail"
     if warning:
         log.warning("%s", warning)
     pipeline = make_pipeline(define_stages(settings), settings)
-    if plan:
-        planned = pipeline.plan(selection)
+    if options.plan:
+        planned = pipeline.plan(options.selection)
         print_plan(planned)
         planned.check_disk()
         return pipeline
     try:
-        pipeline.run(selection)
+        pipeline.run(options.selection)
     except BaseException:
         pipeline.tracker.finish("FAILED")
         raise
@@ -122,32 +89,8 @@ def run_pipeline(
     return pipeline
 
 
-def read_settings(config: Path, cluster: Path | None, overrides: list[str]) -> Settings:
-    """The settings of a command's options, with an absolute place for outputs."""
-    return with_absolute_storage(load_settings(config, cluster, overrides))
-
-
 def make_pipeline(stages: Sequence[Stage], settings: Settings) -> Pipeline:
     return Pipeline(stages, settings, Location(settings.storage.uri), Tracker.of(settings), connect_to_ray)
-
-
-def with_absolute_storage(settings: Settings) -> Settings:
-    """The settings with the place where outputs go: a relative folder starts at the project root, never in a job's throw-away upload."""
-    storage = settings.storage.model_copy(update={"uri": _absolute(settings.storage.uri)})
-    return settings.model_copy(update={"storage": storage})
-
-
-def _absolute(uri: str) -> str:
-    if "://" in uri or Path(uri).expanduser().is_absolute():
-        return uri if "://" in uri else str(Path(uri).expanduser())
-    root = Path(os.environ.get("AERIE_ROOT", CODE_ROOT))
-    if RAY_UPLOAD_MARK in root.parts:
-        raise ConfigError(
-            "storage.uri",
-            f"the relative folder {uri!r} would be thrown away with this job's upload",
-            "give an absolute path or s3://bucket/prefix, or start Ray with `make up`",
-        )
-    return str(root / uri)
 
 
 def connect_to_ray() -> None:

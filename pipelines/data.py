@@ -6,28 +6,16 @@ from typing import Annotated
 
 import typer
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.data.verify import Verification
-from components.pipeline import Selection
 from components.planning import in_units
 from components.publishing.run_log import mlflow_errors
 from components.retention import needed_outputs, remove_output, stored_outputs
+from components.section import ConfigError
 from components.storage import Location
-from pipelines.cli import (
-    DEFAULT_CONFIG,
-    Cluster,
-    Config,
-    First,
-    Forced,
-    Last,
-    Overrides,
-    Plan,
-    guarded,
-    make_pipeline,
-    read_settings,
-    run_pipeline,
-)
+from pipelines.cli import guarded, make_pipeline, run_pipeline
 from pipelines.full import define_stages
+from pipelines.run_options import RunOptions, with_run_options
 
 Verify = Annotated[
     str | None,
@@ -56,14 +44,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command(help=__doc__)
+@with_run_options(until="vocabulary")
 def main(
-    config: Config = DEFAULT_CONFIG,
-    cluster: Cluster = None,
-    overrides: Overrides = [],
-    plan: Plan = False,
-    first: First = None,
-    until: Last = "vocabulary",
-    forced: Forced = [],
+    options: RunOptions,
     verify: Verify = None,
     gc: Gc = False,
     yes: Yes = False,
@@ -72,10 +55,10 @@ def main(
     if (yes or keep) and not gc:
         raise ConfigError("--yes" if yes else "--keep", "it goes with --gc only", "add --gc")
     if gc:
-        return collect_garbage(read_settings(config, cluster, overrides), keep, yes)
+        return collect_garbage(options.settings(), keep, yes)
     if verify is not None:
         raise typer.Exit(verify_outputs(named_location(verify)))
-    run_pipeline(define_stages, config, cluster, overrides, plan, Selection(first, until, tuple(forced)))
+    run_pipeline(define_stages, options)
 
 
 def collect_garbage(settings: Settings, keep: list[str], remove: bool) -> None:

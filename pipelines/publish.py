@@ -4,22 +4,26 @@
 Without a command the stages run up to `publish`. The options above stand before a command: publish.py --set publish.name=mine list.
 """
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from components.publishing.registry import CHAMPION, Promotion, Registry, rollback
+from components.publishing.promotion import Promotion, rollback
+from components.publishing.registry import CHAMPION, Registry
 from components.publishing.run_log import mlflow_errors
 from components.publishing.stages import registry_of
 from components.publishing.versions import find, list_versions, promote_by_hand, verify
 from components.storage import Location
-from pipelines.cli import guarded, installed_vllm, pipeline_app, read_settings
+from pipelines.cli import guarded, installed_vllm, pipeline_app
 from pipelines.full import define_stages
+from pipelines.serve import AllowGap, move_endpoint
 
 app = pipeline_app(__doc__ or "", define_stages, last="publish", has_commands=True)
 
+MoveTraffic = Callable[[int], None]
 Which = Annotated[str, typer.Argument(metavar="VERSION", help="Number or alias (champion, challenger, previous).")]
 Override = Annotated[
     str | None, typer.Option("--override", help="Why a version that the gate refused may serve; kept with the version.")
@@ -57,33 +61,45 @@ def verify_command(context: typer.Context, which: Which = CHAMPION) -> None:
 
 
 @app.command("promote")
-def promote_command(context: typer.Context, which: Which, override: Override = None) -> None:
-    """Make a registered version the champion; its files are verified first, and what it replaces can be rolled back to."""
-    heads, uri = _heads(context)
-    with mlflow_errors(uri):
-        _say(heads, promote_by_hand(heads, which, override))
+def promote_command(
+    context: typer.Context, which: Which, override: Override = None, allow_gap: AllowGap = False
+) -> None:
+    """Make a registered version the champion, in the registry and behind the endpoint; what it replaces can be rolled back to."""
+    _move(context, lambda heads, mover: promote_by_hand(heads, which, override, mover), allow_gap)
 
 
 @app.command("rollback")
-def rollback_command(context: typer.Context) -> None:
-    """Give the champion alias back to the version that held it before; a second rollback undoes the first."""
-    heads, uri = _heads(context)
-    with mlflow_errors(uri):
-        _say(heads, rollback(heads))
+def rollback_command(context: typer.Context, allow_gap: AllowGap = False) -> None:
+    """Give traffic and champion alias back to the version that had them before; a second rollback undoes the first."""
+    _move(context, rollback, allow_gap)
 
 
 def _heads(context: typer.Context) -> tuple[Registry, str]:
-    settings = read_settings(*context.obj)
+    settings = context.obj.settings()
     return registry_of(settings, Location(settings.storage.uri)), settings.mlflow.tracking_uri
 
 
-def _say(heads: Registry, promotion: Promotion) -> None:
-    if not promotion.moved:
-        print(f"{heads.name} version {promotion.version} is the champion already")
-        return
+def _move(context: typer.Context, move: Callable[[Registry, MoveTraffic], Promotion], allow_gap: bool) -> None:
+    """Moves the endpoint, if one is up, and then the alias; what stops in between is finished by the same command."""
+    settings = context.obj.settings()
+    heads = registry_of(settings, Location(settings.storage.uri))
+    served: list[int] = []
+
+    def move_traffic(version: int) -> None:
+        if move_endpoint(settings, version, allow_gap):
+            served.append(version)
+
+    try:
+        with mlflow_errors(settings.mlflow.tracking_uri):
+            promotion = move(heads, move_traffic)
+    except Exception:
+        if served:
+            print(f"version {served[0]} serves, but the registry does not say so yet: repeat this command", flush=True)
+        raise
     before = "" if promotion.replaced is None else f", in place of version {promotion.replaced}"
-    print(f"{heads.name} version {promotion.version} is the champion{before}")
-    print("What serves now stays until `pipelines/serve.py` runs: it brings the champion behind the endpoint.")
+    is_it = f"is the champion{before}" if promotion.moved else "is the champion already"
+    traffic = "all traffic goes to it" if served else "pipelines/serve.py brings it behind the endpoint"
+    print(f"{heads.name} version {promotion.version} {is_it}; {traffic}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,53 +7,81 @@ from typing import Annotated
 
 import typer
 
-from components.config import ConfigError, Settings
+from components.config import Settings
+from components.experiment.conduct import ask_health
 from components.experiment.run import run_experiment
 from components.pipeline import Pipeline, Selection
 from components.publishing.stages import challenger_stage, champion_stage
-from components.serving.apps import Service
-from components.serving.deploy import deploy
+from components.section import ConfigError
+from components.serving.apps import Service, model_name
+from components.serving.deploy import deploy, routed_model
 from components.serving.records import live_records
 from components.serving.stages import champion_arm
 from components.stage import Artifact, Stage
 from components.target.stages import target_path, target_stage
-from pipelines.cli import (
-    DEFAULT_CONFIG,
-    Cluster,
-    Config,
-    First,
-    Forced,
-    Last,
-    Overrides,
-    Plan,
-    connect_to_ray,
-    guarded,
-    run_pipeline,
-)
+from pipelines.cli import connect_to_ray, guarded, make_pipeline, run_pipeline
+from pipelines.run_options import RunOptions, with_run_options
+
+AllowGap = Annotated[
+    bool,
+    typer.Option(
+        "--allow-gap", help="Without room for a second copy of the target: end the old arm before the new one starts."
+    ),
+]
 
 
-def define_stages(settings: Settings) -> Sequence[Stage]:
+def define_stages(settings: Settings, version: int | None = None) -> Sequence[Stage]:
     return [
         target_stage(settings),  # the model being served
-        champion_stage(settings),  # the head that the registry calls champion
+        champion_stage(settings, version),  # the head that the registry calls champion, or will
     ]
 
 
-def serve_champion(pipeline: Pipeline) -> None:
+def serve_champion(pipeline: Pipeline, allow_gap: bool = False) -> None:
     """Deploys the champion as the only arm and says how to use it; nothing when `--until` left it out."""
     champion = pipeline.artifacts.get("champion")
     if champion is None:
         return
-    check_target(champion, pipeline.artifacts["target"])
+    service = champion_service(pipeline)
     connect_to_ray()
-    arms = [champion_arm(champion, 1.0)]
-    records = live_records(pipeline.settings, pipeline.storage)
-    service = Service(pipeline.settings, target_path(pipeline.artifacts["target"]), arms, records)
-    address = deploy(service)
+    address = deploy(service, allow_gap)
     body = {"model": service.model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
     facts = champion.facts
     print(f"{facts['name']} version {facts['version']} serves {service.model} at {address}/v1")
     print(f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'", flush=True)
+
+
+def champion_service(pipeline: Pipeline) -> Service:
+    """The champion alone; ConfigError when it drafts for another target."""
+    champion, target = pipeline.artifacts["champion"], pipeline.artifacts["target"]
+    check_target(champion, target)
+    records = live_records(pipeline.settings, pipeline.storage)
+    return Service(pipeline.settings, target_path(target), [champion_arm(champion, 1.0)], records)
+
+
+def move_endpoint(settings: Settings, version: int, allow_gap: bool) -> bool:
+    """Puts a registered version behind the endpoint, in place of all that serves there; False where no endpoint of this target is up.
+
+    Raises:
+        ConfigError: no room, another target, or an endpoint whose Ray cluster does not answer; then what served serves on.
+        DeploymentFailed: the new arm did not start; what served serves on.
+    """
+    ab = settings.ab
+    try:
+        connect_to_ray()
+    except ConfigError:
+        if ask_health(f"http://{ab.host}:{ab.port}") is None:
+            print("no Ray cluster is up, so no endpoint either", flush=True)
+            return False
+        raise
+    served = routed_model()
+    if served != model_name(settings):
+        print(f"the endpoint serves {served} and is left alone" if served else "no endpoint is up", flush=True)
+        return False
+    pipeline = make_pipeline(define_stages(settings, version), settings)
+    pipeline.run(Selection())
+    deploy(champion_service(pipeline), allow_gap)
+    return True
 
 
 def check_target(champion: Artifact, target: Artifact) -> None:
@@ -74,14 +102,14 @@ def define_experiment(settings: Settings) -> Sequence[Stage]:
     ]
 
 
-def conduct_experiment(pipeline: Pipeline, watch: bool, override: str | None) -> None:
+def conduct_experiment(pipeline: Pipeline, watch: bool, override: str | None, allow_gap: bool) -> None:
     """Serves both heads and acts on what their traffic says; nothing when `--until` left one out."""
     if not {"champion", "challenger"} <= pipeline.artifacts.keys():
         return
     check_target(pipeline.artifacts["champion"], pipeline.artifacts["target"])
     connect_to_ray()
     try:
-        run_experiment(pipeline.settings, pipeline.storage, pipeline.artifacts, watch, override)
+        run_experiment(pipeline.settings, pipeline.storage, pipeline.artifacts, watch, override, allow_gap)
     except KeyboardInterrupt:
         print("interrupted: both heads go on serving; the same command goes on with the experiment", flush=True)
         raise typer.Exit(130) from None
@@ -91,14 +119,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command(help=__doc__)
+@with_run_options()
 def main(
-    config: Config = DEFAULT_CONFIG,
-    cluster: Cluster = None,
-    overrides: Overrides = [],
-    plan: Plan = False,
-    first: First = None,
-    until: Last = None,
-    forced: Forced = [],
+    options: RunOptions,
     experiment: Annotated[
         bool,
         typer.Option(help="Serve the challenger beside the champion until their traffic decides; promote or stop."),
@@ -108,17 +131,18 @@ def main(
         typer.Option(help="With --experiment: why a challenger that the gate refused may be tried; kept as a tag."),
     ] = None,
     watch: Annotated[bool, typer.Option(help="With --experiment: after a promotion watch AL and latency.")] = False,
+    allow_gap: AllowGap = False,
 ) -> None:
     if watch and not experiment:
         raise ConfigError("--watch", "there is nothing to compare the champion with", "give --experiment as well")
     stages = define_experiment if experiment else define_stages
-    pipeline = run_pipeline(stages, config, cluster, overrides, plan, Selection(first, until, tuple(forced)))
-    if plan:
+    pipeline = run_pipeline(stages, options)
+    if options.plan:
         return
     if experiment:
-        conduct_experiment(pipeline, watch, override)
+        conduct_experiment(pipeline, watch, override, allow_gap)
     else:
-        serve_champion(pipeline)
+        serve_champion(pipeline, allow_gap)
 
 
 if __name__ == "__main__":

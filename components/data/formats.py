@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from components.config import ConfigError
 from components.data.reasons import Reason, RowError
+from components.section import ConfigError
 
 JSONL_SUFFIXES = {".jsonl", ".ndjson"}
 SUFFIXES = {*JSONL_SUFFIXES, ".json", ".parquet"}

@@ -10,9 +10,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from components.config import ConfigError, PromptSource
+from components.config import PromptSource
 from components.data.formats import SUFFIXES, RawRow, arrow_rows
 from components.hub import HUB_ID, first_line, snapshot
+from components.section import ConfigError
 
 CARD = "README.md"
 OTHER_SUFFIXES = {".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".bz2", ".xz", ".zip"}

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from components.config import ConfigError, PromptSource
+from components.config import PromptSource
 from components.data.conversation import conversation
 from components.data.pretokenised import id_prompt
 from components.data.reasons import Reason, RowError
 from components.data.sources import SourceRow, read_source, shown_name
+from components.section import ConfigError
 
 FAMILY_FIELDS = ("family", "task", "category")
 

@@ -1,11 +1,12 @@
 """The target's own answers: every user turn answered through vLLM replicas under Ray Data."""
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.data.answering import AnswerWorker
 from components.data.part_map import PartJob, make_parts
 from components.data.part_worker import PartTask, PartWorker
 from components.data.parts import conclude
 from components.data.prompt_list import PROMPTS, fixed_cut, prompt_ranges
+from components.section import ConfigError
 from components.stage import Outcome
 from components.storage import Location
 from components.target.engine import engine_env, engine_kwargs, has_gpu

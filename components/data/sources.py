@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from components.config import ConfigError, PromptSource
+from components.config import PromptSource
 from components.data.formats import SUFFIXES, RawRow, data_files, read_rows
 from components.data.layouts import (
     SHORT_COMMIT,
@@ -23,6 +23,7 @@ from components.data.layouts import (
     saved_rows,
     split_files,
 )
+from components.section import ConfigError
 
 BUILTIN = "builtin"
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"

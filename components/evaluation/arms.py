@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from components.arm_config import NEED_A_MODEL, ArmConfig, Method
-from components.config import ConfigError
+from components.section import ConfigError
 
 SUFFIX_PACKAGE, SUFFIX_MODULE = "arctic-inference", "arctic_inference"
 MARKS_OF_OTHERS = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}

@@ -20,11 +20,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Counter, Vector
 
-from components.config import ConfigError
 from components.evaluation.acceptance import Acceptance, RequestRecord
 from components.evaluation.arms import Arm
 from components.evaluation.prompts import EvaluationPrompt
 from components.evaluation.results import Answer, ArmResult, Speed, find_problems
+from components.section import ConfigError
 
 log = logging.getLogger("aerie")
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.evaluation.arms import baseline_arms, check_baselines, head_arm
 from components.evaluation.prompts import PREFLIGHT_PROMPTS, PREFLIGHT_TOKENS
 from components.evaluation.results import load_result
@@ -25,6 +25,7 @@ from components.evaluation.summary import (
 from components.forecast import Forecast, target_parameters
 from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys
+from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
 from components.target.engine import has_gpu
 from components.target.stages import target_facts, target_path

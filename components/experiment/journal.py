@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from components.config import ConfigError, ExperimentConfig
+from components.config import ExperimentConfig
 from components.experiment.policy import Action, Decision
+from components.section import ConfigError
 from components.storage import Location
 
 FOLDER = "experiments"

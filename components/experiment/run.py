@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.live import Live
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.experiment.conduct import Show, ask_health, conduct, live_weight
 from components.experiment.follow import Follower
 from components.experiment.journal import Journal, Plan, open_journal
@@ -22,8 +22,10 @@ from components.experiment.sessions import Ledger, ended_at
 from components.experiment.table import findings_line, findings_table
 from components.experiment.watch import Alarm, Reference, Watch
 from components.publishing import registry
+from components.publishing.promotion import promote, rollback
 from components.publishing.stages import registry_of
 from components.publishing.versions import check_verdict, find
+from components.section import ConfigError
 from components.serving.apps import Service
 from components.serving.deploy import deploy
 from components.serving.records import live_records
@@ -44,6 +46,7 @@ def run_experiment(
     artifacts: Mapping[str, Artifact],
     watch: bool = False,
     override: str | None = None,
+    allow_gap: bool = False,
 ) -> Action:
     """Serves, looks, decides and acts.
 
@@ -53,6 +56,7 @@ def run_experiment(
         artifacts: `target`, `champion` and `challenger`.
         watch: Go on watching a promoted head until there is an alarm.
         override: Why a challenger that the gate refused may meet live traffic; kept as a tag when it is promoted.
+        allow_gap: See `deploy`.
 
     Raises:
         ConfigError: the two heads cannot be compared, the gate refused the challenger, live records are off, or the plan changed.
@@ -69,7 +73,7 @@ def run_experiment(
 
     def serve(weights: Weights) -> None:
         arms = [registered_arm(name, artifacts[name], weights[name]) for name in (CHAMPION, CHALLENGER)]
-        deploy(Service(settings, target_path(artifacts["target"]), arms, records))
+        deploy(Service(settings, target_path(artifacts["target"]), arms, records), allow_gap)
 
     address = f"http://{settings.ab.host}:{settings.ab.port}"
     action = journal.decided()
@@ -95,18 +99,12 @@ def act(action: Action, journal: Journal, serve: Callable[[Weights], None], head
     Raises:
         ChampionChanged: somebody else moved the alias; then traffic stays where it is.
     """
-    promoted = action == Action.PROMOTE
-    champion = registry.champion(heads.client, heads.name) if promoted else None
-    if champion is not None and int(champion.version) not in (
-        journal.plan.champion_version,
-        journal.plan.challenger_version,
-    ):
-        raise registry.ChampionChanged(
-            f"{heads.name}: version {champion.version} became the champion during the experiment; nothing was moved"
-        )
-    serve({CHALLENGER: float(promoted), CHAMPION: float(not promoted)})
+    plan, promoted = journal.plan, action == Action.PROMOTE
+    weights = {CHALLENGER: float(promoted), CHAMPION: float(not promoted)}
     if promoted:
-        registry.promote(heads, journal.plan.challenger_version, journal.plan.champion_version)
+        promote(heads, plan.challenger_version, plan.champion_version, lambda: serve(weights))
+    else:
+        serve(weights)
     log.info("experiment: %s; all traffic goes to %s", action, CHALLENGER if promoted else CHAMPION)
 
 
@@ -118,8 +116,7 @@ def roll_back(
     if champion is None or int(champion.version) != journal.plan.challenger_version:
         log.warning("watch: the champion is another version by now, nothing is rolled back")
         return
-    serve({CHALLENGER: 0.0, CHAMPION: 1.0})
-    registry.rollback(heads)
+    rollback(heads, lambda version: serve({CHALLENGER: 0.0, CHAMPION: 1.0}))
     log.warning("watch: rolled back because of %s", ", ".join(alarm.figure for alarm in alarms))
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import binomtest
 
-from components.config import ConfigError, ExperimentConfig
+from components.config import ExperimentConfig
 from components.experiment.difference import Array, Part
 from components.experiment.policy import is_futile, is_gain, is_harm
 from components.experiment.sequential import Plan, SequentialDifference
@@ -33,6 +33,7 @@ from components.experiment.traffic import (
     read_pool,
     treat,
 )
+from components.section import ConfigError
 
 CHUNK = 1000
 """Replications at once."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from components.config import ConfigError
 from components.experiment.difference import Array
+from components.section import ConfigError
 
 MIN_POOL = 20
 """Fewer real requests would be drawn again and again."""

@@ -11,9 +11,9 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
 from components.arm_config import REGISTRY, ArmConfig
-from components.config import ConfigError
 from components.publishing import registry
 from components.publishing.incumbent import missing_tags
+from components.section import ConfigError
 from components.stage import Artifact
 from components.target.resolve import target_identity
 

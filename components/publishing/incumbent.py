@@ -9,9 +9,10 @@ from typing import Any
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
-from components.config import ConfigError
 from components.publishing import registry
 from components.publishing.bundle import HEAD_FILES
+from components.publishing.promotion import replaced_version
+from components.section import ConfigError
 from components.storage import Location
 
 DESCRIBED = {
@@ -43,17 +44,17 @@ def find_champion(client: MlflowClient, name: str) -> ModelVersion | None:
     return find_described(client, name, registry.CHAMPION)
 
 
-def find_described(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
-    """The version that holds `alias`; None when there is none.
+def find_described(client: MlflowClient, name: str, which: str) -> ModelVersion | None:
+    """The version with the alias or the number `which`; None when there is none.
 
     Raises:
-        ConfigError: the alias is at a version that does not say what it is.
+        ConfigError: the version does not say what it is.
     """
-    version = registry.find_alias(client, name, alias)
+    version = registry.find(client, name, which)
     if version is not None and (missing := missing_tags(version)):
         raise ConfigError(
             "publish.name",
-            f"the {alias} of {name}, version {version.version}, lacks the tag {missing[0]}: it is no head of this project",
+            f"{which} of {name}, version {version.version}, lacks the tag {missing[0]}: it is no head of this project",
             "move the alias to a version that a run registered, or choose another name",
         )
     return version
@@ -85,7 +86,7 @@ def find_incumbent(client: MlflowClient, name: str, candidates: Sequence[Candida
         )
     if not any(candidate.is_served_by(champion) for candidate in candidates):
         return champion
-    replaced = registry.replaced_version(champion)
+    replaced = replaced_version(champion)
     return None if replaced is None else registry.find_version(client, name, replaced)
 
 

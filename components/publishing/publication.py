@@ -4,6 +4,7 @@ Every step may be repeated: what is there and intact is kept, so a command that 
 """
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from components.publishing.card import model_card
 from components.publishing.evidence import Evidence, verdict_json
 from components.publishing.incumbent import Candidate
 from components.publishing.plots import draw_plots
+from components.publishing.promotion import Promotion, promote
 from components.publishing.provenance import provenance
-from components.publishing.registry import Promotion, Registry
+from components.publishing.registry import Registry
 from components.publishing.report import render_report
 from components.publishing.run_log import addresses, log_run, send_bundle
 from components.publishing.upload import upload_bundle
@@ -56,6 +58,21 @@ def check_twin(verdict: Verdict, twin: ModelVersion | None, run_id: str) -> Verd
         "another head than the champion", False, f"version {twin.version} is this very head", "another head"
     )
     return Verdict(False, (*verdict.reasons, reason))
+
+
+def check_figures(verdict: Verdict, figures: Mapping[str, float | None], al: float | None) -> Verdict:
+    """Refuse a head with a figure that is no number: NaN passes comparisons unseen, and infinity wins every "best".
+
+    Args:
+        verdict: So far.
+        figures: Of the run, by name; None where one is undefined.
+        al: The head's own acceptance length, which must be defined.
+    """
+    wrong = [f"{name} is {value}" for name, value in figures.items() if value is not None and not math.isfinite(value)]
+    if al is None:
+        wrong.append("the head's acceptance length is undefined")
+    reason = Reason("finite figures", not wrong, "; ".join(wrong) or f"{len(figures)} figures", "no NaN, no infinity")
+    return Verdict(verdict.promote and not wrong, (*verdict.reasons, reason))
 
 
 def build_bundle(evidence: Evidence, folder: Path) -> str:
@@ -117,7 +134,7 @@ def move_champion(evidence: Evidence, heads: Registry, version: int, incumbent: 
     twin = champion_twin(evidence, heads)
     if twin is not None and int(twin.version) != version:  # the same run's earlier bundle of this head
         return Promotion(int(twin.version), incumbent, moved=False)
-    return registry.promote(heads, version, incumbent)
+    return promote(heads, version, incumbent)
 
 
 def champion_twin(evidence: Evidence, heads: Registry) -> ModelVersion | None:
@@ -128,8 +145,9 @@ def champion_twin(evidence: Evidence, heads: Registry) -> ModelVersion | None:
 
 
 def version_tags(evidence: Evidence, bundle_sha256: str, tracker: Tracker) -> dict[str, str]:
-    target = evidence.target
-    return {
+    target, al = evidence.target, evidence.candidate["al"]
+    measured = {registry.AL_TAG: str(al)} if al is not None and math.isfinite(al) else {}
+    return measured | {
         registry.HEAD_DIGEST_TAG: evidence.head_digest,
         registry.BUNDLE_SHA256_TAG: bundle_sha256,
         registry.NUM_SPECULATIVE_TOKENS_TAG: str(evidence.num_speculative_tokens),
@@ -139,7 +157,6 @@ def version_tags(evidence: Evidence, bundle_sha256: str, tracker: Tracker) -> di
         registry.VLLM_TAG: evidence.vllm_version,
         registry.DATA_DIGEST_TAG: evidence.artifacts["features"].digest,
         registry.GIT_TAG: git_commit() or "unknown",
-        registry.AL_TAG: str(evidence.candidate["al"]),
         registry.VERDICT_TAG: "promote" if evidence.verdict.promote else "refuse",
         "aerie.run_key": tracker.run_key,
     }

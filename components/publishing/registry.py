@@ -1,10 +1,9 @@
 """Registered heads in MLflow: versions with their digests as tags, and the aliases champion, challenger and previous.
 
-A version never changes its content: its bundle lies under a path that carries the bundle's digest. An alias moves last, under a
-lease, and only from the version that the head was measured against.
+A version never changes its content: its bundle lies under a path that carries the bundle's digest.
 """
 
-import logging
+import math
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -15,17 +14,13 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from components.lease import Lease
 from components.publishing.bundle import SUMS, BundleError, file_sha256, head_digest, verify_bundle
 from components.storage import Location
-
-log = logging.getLogger("aerie")
 
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 
 HEAD_DIGEST_TAG = "aerie.head_digest"
 NUM_SPECULATIVE_TOKENS_TAG = "aerie.num_speculative_tokens"
-REPLACED_VERSION_TAG = "aerie.replaced_version"
 BUNDLE_SHA256_TAG = "aerie.bundle_sha256"
 TARGET_MODEL_TAG = "aerie.target_model"
 TARGET_REVISION_TAG = "aerie.target_revision"
@@ -41,14 +36,6 @@ NO_SUCH_ALIAS = "INVALID_PARAMETER_VALUE"
 NO_SUCH_NAME = "RESOURCE_DOES_NOT_EXIST"
 
 
-class ChampionChanged(Exception):
-    """The champion is another version than the one that the head was measured against."""
-
-
-class NothingToRollBack(Exception):
-    """No version held the champion alias before."""
-
-
 @dataclass(frozen=True)
 class Registry:
     """One registered model, and the lease under which its champion changes."""
@@ -58,16 +45,6 @@ class Registry:
     lease: Location
     """`registry/<name>/_lease.json` in the run's storage."""
     lease_ttl_s: float
-
-
-@dataclass(frozen=True)
-class Promotion:
-    """What became of the champion alias."""
-
-    version: int
-    replaced: int | None
-    moved: bool
-    """False when the alias was at `version` already."""
 
 
 def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
@@ -82,6 +59,18 @@ def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | No
 
 def champion(client: MlflowClient, name: str) -> ModelVersion | None:
     return find_alias(client, name, CHAMPION)
+
+
+def holder(client: MlflowClient, name: str, alias: str) -> int | None:
+    """The version that holds `alias`; None when there is none."""
+    found = find_alias(client, name, alias)
+    return int(found.version) if found else None
+
+
+def set_alias(client: MlflowClient, name: str, alias: str, version: int) -> None:
+    """Moves the alias unless it is there."""
+    if holder(client, name, alias) != version:
+        client.set_registered_model_alias(name, alias, str(version))
 
 
 def aliased_versions(client: MlflowClient) -> Iterator[tuple[str, ModelVersion]]:
@@ -109,23 +98,42 @@ def find_version(client: MlflowClient, name: str, version: int | str) -> ModelVe
         raise
 
 
+def find(client: MlflowClient, name: str, which: str) -> ModelVersion | None:
+    """The version with the number or the alias `which`; None when there is none."""
+    return find_version(client, name, which) if which.isdigit() else find_alias(client, name, which)
+
+
 def register_version(
     client: MlflowClient, name: str, run_id: str, artifact_path: str, tags: Mapping[str, str]
 ) -> ModelVersion:
     """The version of the bundle at `artifact_path` of the run, made unless it exists, with `tags` and alias challenger.
 
     The same run, head and bundle give the same version, however often the command is repeated.
+
+    Raises:
+        ValueError: the tag of the AL is no finite number.
     """
+    if not math.isfinite(float(tags.get(AL_TAG, 0.0))):
+        raise ValueError(f"{AL_TAG} must be finite, not {tags[AL_TAG]}: leave it out where it is not known")
     _ensure_model(client, name)
     wanted = {key: tags[key] for key in (HEAD_DIGEST_TAG, BUNDLE_SHA256_TAG)}
-    version = next(
-        (v for v in versions_of_run(client, name, run_id) if wanted.items() <= v.tags.items()), None
-    ) or client.create_model_version(name, f"runs:/{run_id}/{artifact_path}", run_id, tags=wanted)
+    version = _only_version(client, name, run_id, wanted)
+    if version is None:
+        made = client.create_model_version(name, f"runs:/{run_id}/{artifact_path}", run_id, tags=wanted)
+        version = _only_version(client, name, run_id, wanted) or made
     for key, value in tags.items():
         if version.tags.get(key) != value:
             client.set_model_version_tag(name, version.version, key, value)
-    _set_alias(client, name, CHALLENGER, int(version.version))
+    set_alias(client, name, CHALLENGER, int(version.version))
     return client.get_model_version(name, version.version)
+
+
+def _only_version(client: MlflowClient, name: str, run_id: str, wanted: Mapping[str, str]) -> ModelVersion | None:
+    """The run's version with these tags; a second one goes: the client asks twice by itself when it misses a reply."""
+    found = [version for version in versions_of_run(client, name, run_id) if wanted.items() <= version.tags.items()]
+    for again in found[1:]:
+        client.delete_model_version(name, again.version)
+    return found[0] if found else None
 
 
 def versions_of_run(client: MlflowClient, name: str, run_id: str) -> list[ModelVersion]:
@@ -155,61 +163,6 @@ def download_version(client: MlflowClient, name: str, version: int | str, dest: 
     return dest
 
 
-def promote(registry: Registry, version: int, incumbent: int | None) -> Promotion:
-    """Make `version` the champion, in place of `incumbent`, the one that it was measured against.
-
-    The alias `previous` and the tag of what was replaced are written first, the champion alias last: a command killed
-    anywhere in between does the rest when it is repeated.
-
-    Raises:
-        ChampionChanged: the champion is neither `incumbent` nor `version` by now.
-        LeaseHeld: another run changes this champion at this moment.
-    """
-    client, name = registry.client, registry.name
-    with Lease(registry.lease, registry.lease_ttl_s) as lease:
-        holder = _holder(client, name, CHAMPION)
-        if holder == version:
-            return Promotion(version, incumbent, moved=False)
-        if holder != incumbent:
-            raise ChampionChanged(
-                f"{name}: the champion was {_text(incumbent)} when this head was measured and is {_text(holder)} now; "
-                f"repeat the command: it measures against {_text(holder)}"
-            )
-        client.set_model_version_tag(name, str(version), REPLACED_VERSION_TAG, str(incumbent or ""))
-        lease.check()
-        if incumbent is not None:
-            _set_alias(client, name, PREVIOUS, incumbent)
-        _set_alias(client, name, CHAMPION, version)
-    log.info("%s: version %d is the champion, in place of %s", name, version, _text(incumbent))
-    return Promotion(version, incumbent, moved=True)
-
-
-def rollback(registry: Registry) -> Promotion:
-    """Give the champion alias back to the version that held it before; the two swap, so that a second call undoes it.
-
-    Raises:
-        NothingToRollBack: there is no `previous` version.
-        LeaseHeld: another run changes this champion at this moment.
-    """
-    client, name = registry.client, registry.name
-    with Lease(registry.lease, registry.lease_ttl_s) as lease:
-        now, before = _holder(client, name, CHAMPION), _holder(client, name, PREVIOUS)
-        if before is None or before == now:
-            raise NothingToRollBack(f"{name} has no earlier champion: promote a version instead")
-        lease.check()
-        _set_alias(client, name, CHAMPION, before)
-        if now is not None:
-            _set_alias(client, name, PREVIOUS, now)
-    log.info("%s: rolled back from %s to version %d", name, _text(now), before)
-    return Promotion(before, now, moved=True)
-
-
-def replaced_version(version: ModelVersion) -> int | None:
-    """The version that `version` took the champion alias from; None for the first champion."""
-    text = version.tags.get(REPLACED_VERSION_TAG, "")
-    return int(text) if text else None
-
-
 def _check_version(folder: Path, entry: ModelVersion) -> None:
     verify_bundle(folder)
     for tag, found in ((BUNDLE_SHA256_TAG, file_sha256(folder / SUMS)), (HEAD_DIGEST_TAG, head_digest(folder))):
@@ -225,17 +178,3 @@ def _ensure_model(client: MlflowClient, name: str) -> None:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-
-
-def _holder(client: MlflowClient, name: str, alias: str) -> int | None:
-    found = find_alias(client, name, alias)
-    return int(found.version) if found else None
-
-
-def _set_alias(client: MlflowClient, name: str, alias: str, version: int) -> None:
-    if _holder(client, name, alias) != version:
-        client.set_registered_model_alias(name, alias, str(version))
-
-
-def _text(version: int | None) -> str:
-    return "none" if version is None else f"version {version}"

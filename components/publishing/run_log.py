@@ -10,10 +10,10 @@ from pathlib import Path
 import requests
 from mlflow.exceptions import MlflowException
 
-from components.config import ConfigError
 from components.publishing import registry
 from components.publishing.bundle import BundleError, verify_bundle
 from components.publishing.evidence import Evidence, curves_of, metrics_of
+from components.section import ConfigError
 from components.tracking import Tracker, public_address
 
 log = logging.getLogger("aerie")

@@ -9,18 +9,19 @@ from typing import Any
 
 from mlflow.tracking import MlflowClient
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.evaluation.arms import check_baselines, refuse_synthetic, synthetic_arms
 from components.evaluation.gate import Reason, Verdict
 from components.evaluation.summary import evaluation_verdict, head_places
 from components.forecast import Forecast
 from components.publishing.bundle import HEAD_FILES, digest_of_sums
 from components.publishing.drafts import Drafts, find_drafts, without_paths
-from components.publishing.evidence import Evidence, verdict_json
+from components.publishing.evidence import Evidence, metrics_of, verdict_json
 from components.publishing.incumbent import Candidate, describe, find_described, find_incumbent, store_head
-from components.publishing.publication import champion_twin, check_twin, publish
+from components.publishing.publication import champion_twin, check_figures, check_twin, publish
 from components.publishing.registry import CHALLENGER, CHAMPION, Registry
 from components.publishing.run_log import mlflow_errors
+from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.tracking import Tracker, public_address
@@ -92,9 +93,10 @@ def drafts_stage(settings: Settings) -> Stage:
     )
 
 
-def champion_stage(settings: Settings) -> Stage:
-    """Fetches the champion to serve: `champion.json` and `head/`."""
-    return _alias_stage(settings, CHAMPION, "run pipelines/full.py until a head passes the gate, or name another model")
+def champion_stage(settings: Settings, version: int | None = None) -> Stage:
+    """Fetches the champion to serve, or the version that is about to become it: `champion.json` and `head/`."""
+    fix = "run pipelines/full.py until a head passes the gate, or name another model"
+    return _alias_stage(settings, CHAMPION, fix, version)
 
 
 def challenger_stage(settings: Settings) -> Stage:
@@ -140,12 +142,15 @@ def registry_of(settings: Settings, storage: Location) -> Registry:
     return Registry(_client(settings), name, lease, settings.storage.lease_ttl_s)
 
 
-def _alias_stage(settings: Settings, alias: str, fix: str) -> Stage:
+def _alias_stage(settings: Settings, alias: str, fix: str, version: int | None = None) -> Stage:
+    """The stage of the version that holds `alias`, or will hold it."""
+    which = alias if version is None else str(version)
+
     def look_up() -> dict[str, Any]:
         with mlflow_errors(settings.mlflow.tracking_uri):
-            found = find_described(_client(settings), settings.publish.name, alias)
+            found = find_described(_client(settings), settings.publish.name, which)
         if found is None:
-            raise ConfigError("publish.name", f"{settings.publish.name} has no {alias}", fix)
+            raise ConfigError("publish.name", f"{settings.publish.name} has no {which}", fix)
         return describe(settings.publish.name, found)
 
     return Stage(
@@ -161,7 +166,8 @@ def _publish(settings: Settings, inputs: Mapping[str, Artifact], output: Output,
     heads = registry_of(settings, Location(output.location.uri.rsplit("/", 2)[0]))
     gate = evaluation_verdict(inputs["evaluation"], settings.publish.gate)
     evidence = Evidence(settings, inputs, _with_traffic(gate, inputs["ab"], settings.publish.gate.max_errors))
-    verdict = check_twin(evidence.verdict, champion_twin(evidence, heads), tracker.run_id)
+    verdict = check_figures(evidence.verdict, metrics_of(evidence), evidence.candidate["al"])
+    verdict = check_twin(verdict, champion_twin(evidence, heads), tracker.run_id)
     evidence = Evidence(settings, inputs, verdict)
     incumbent = inputs["incumbent"].facts["version"]
     with tempfile.TemporaryDirectory() as scratch:

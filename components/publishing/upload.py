@@ -9,8 +9,8 @@ import boto3
 from boto3.exceptions import S3UploadFailedError
 from botocore.exceptions import BotoCoreError, ClientError
 
-from components.config import ConfigError
 from components.publishing.bundle import SUMS, BundleError, read_sums, verify_bundle
+from components.section import ConfigError
 
 log = logging.getLogger("aerie")
 

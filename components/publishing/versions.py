@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
-from components.config import ConfigError
 from components.publishing import registry
-from components.publishing.registry import Promotion, Registry
+from components.publishing.promotion import Promotion, promote
+from components.publishing.registry import Registry
+from components.section import ConfigError
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def find(client: MlflowClient, name: str, which: str) -> ModelVersion:
     Raises:
         ConfigError: there is none.
     """
-    found = registry.find_version(client, name, which) if which.isdigit() else registry.find_alias(client, name, which)
+    found = registry.find(client, name, which)
     if found is None:
         known = ", ".join(sorted((v.version for v in client.search_model_versions(f"name = '{name}'")), key=int))
         raise ConfigError(
@@ -64,13 +66,16 @@ def verify(client: MlflowClient, version: ModelVersion) -> None:
         registry.download_version(client, version.name, version.version, Path(scratch) / "bundle")
 
 
-def promote_by_hand(heads: Registry, which: str, override: str | None) -> Promotion:
+def promote_by_hand(
+    heads: Registry, which: str, override: str | None, move_traffic: Callable[[int], None] = lambda version: None
+) -> Promotion:
     """Make a registered version the champion, whatever was measured since.
 
     Args:
         heads: The registered model.
         which: Number or alias.
         override: Why a version that the gate refused may serve all the same; kept as a tag of the version.
+        move_traffic: Called with the version before its alias moves.
 
     Raises:
         ConfigError: no such version, one that the gate refused or never saw, that has no finite AL, or that drafts for another
@@ -81,22 +86,28 @@ def promote_by_hand(heads: Registry, which: str, override: str | None) -> Promot
     client = heads.client
     version, champion = find(client, heads.name, which), registry.champion(client, heads.name)
     check_verdict(version, override)
-    _check_al(version, override)
     if champion is not None:
         _check_target(version, champion)
     verify(client, version)
     if override:
         client.set_model_version_tag(heads.name, version.version, registry.OVERRIDE_TAG, override)
-    return registry.promote(heads, int(version.version), int(champion.version) if champion else None)
+    number = int(version.version)
+    return promote(heads, number, int(champion.version) if champion else None, lambda: move_traffic(number))
 
 
 def check_verdict(version: ModelVersion, override: str | None) -> None:
-    """Raises ConfigError for a version that the gate refused or never saw, unless `override` says why it may serve all the same."""
+    """Raises ConfigError for a version that the gate refused or never saw, or whose AL is not known, unless `override` says why it may serve."""
     verdict = version.tags.get(registry.VERDICT_TAG, "unknown")
     if verdict != "promote" and not override:
         said = "the gate refused it" if verdict == "refuse" else "no gate has seen it"
         raise ConfigError(
             "VERSION", f"{version.name} version {version.version}: {said}", "say why with --override 'REASON'"
+        )
+    if _al(version) is None and not override:
+        raise ConfigError(
+            "VERSION",
+            f"{version.name} version {version.version} has no measured acceptance length",
+            "measure it with pipelines/evaluate.py, or say why with --override 'REASON'",
         )
 
 
@@ -124,15 +135,6 @@ def _al(version: ModelVersion) -> float | None:
     except ValueError:
         return None
     return al if math.isfinite(al) else None
-
-
-def _check_al(version: ModelVersion, override: str | None) -> None:
-    if _al(version) is None and not override:
-        raise ConfigError(
-            "VERSION",
-            f"{version.name} version {version.version} has no measured acceptance length",
-            "measure it with pipelines/evaluate.py, or say why with --override 'REASON'",
-        )
 
 
 def _check_target(version: ModelVersion, champion: ModelVersion) -> None:

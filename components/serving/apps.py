@@ -1,22 +1,25 @@
 """What is served, as Serve's declarative configuration: one application an arm, and the router in front of them."""
 
 import hashlib
-import os
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.config import ConfigError, Settings, StageResources
+from components.config import Settings
 from components.evaluation.arms import Arm, refuse_synthetic
+from components.section import ConfigError
 from components.serving.access import read_secrets
 from components.serving.listing import PREFIX, ROUTER, with_routing
 from components.serving.routing import ArmState, RoutedArm, Routing
 from components.storage import Location
 from components.target.engine import engine_env, engine_kwargs, has_gpu
 
-BIND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
+ARM_PREFIX = f"{PREFIX}arm-"
 NO_HEAD = "none"
+IDENTITY_SHOWN = 8
+"""Characters of an identity in an application's name."""
 SERVED_CODE = (
     "access",
     "api",
@@ -53,8 +56,9 @@ class ServedArm:
         return self.arm.name
 
     @property
-    def app(self) -> str:
-        return f"{PREFIX}arm-{self.name}"
+    def head_digest(self) -> str:
+        """Of its head, without the version; `none`."""
+        return self.head.rpartition("-")[2]
 
 
 @dataclass(frozen=True)
@@ -70,23 +74,46 @@ class Service:
 
     @property
     def model(self) -> str:
-        """The name that requests use: the last part of `target.model`."""
-        name = self.settings.target.model.rstrip("/").removeprefix("bundled:")
-        return Path(name).name if Path(name).is_absolute() or name.startswith((".", "~")) else name
+        return model_name(self.settings)
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """Ray resources of one replica of an arm: a bundle a GPU, so that tensor parallelism can spread, or one of CPUs."""
+        resources = self.settings.resources.ab
+        if not has_gpu(resources):
+            return [{"CPU": resources.num_cpus}]
+        workers = max(1, int(resources.num_gpus))
+        return [{"GPU": resources.num_gpus / workers, "CPU": resources.num_cpus / workers}] * workers
 
     @property
     def address(self) -> str:
         return f"http://{self.settings.ab.host}:{self.settings.ab.port}"
 
 
+def model_name(settings: Settings) -> str:
+    """The name that requests use: the last part of `target.model`."""
+    name = settings.target.model.rstrip("/").removeprefix("bundled:")
+    return Path(name).name if Path(name).is_absolute() or name.startswith((".", "~")) else name
+
+
 def arm_application(
-    service: Service, served: ServedArm, revision: str, runtime_env: Mapping[str, Any]
+    service: Service,
+    served: ServedArm,
+    runtime_env: Mapping[str, Any],
+    cores: Mapping[str, str],
+    attempt: int = 0,
 ) -> dict[str, Any]:
-    """The application of one arm; without a route, so only the router reaches it."""
-    resources = service.settings.resources.ab
-    slot = [arm.name for arm in service.arms].index(served.name)
+    """The application of one arm; without a route, so only the router reaches it.
+
+    Args:
+        service: Its settings and target.
+        served: The arm.
+        runtime_env: The code that the replicas run.
+        cores: Variable that binds the engine to cores.
+        attempt: Another one makes Serve try again what failed.
+    """
     return {
-        "name": served.app,
+        "name": application_name(service, served),
         "route_prefix": None,
         "import_path": "components.serving.arm_server:build_arm",
         "runtime_env": dict(runtime_env),
@@ -94,13 +121,25 @@ def arm_application(
             "model": service.model,
             "target": str(service.target),
             "engine": _engine(service, served.arm),
-            "env": engine_env(resources) | _own_cores(resources, slot),
-            "bundles": _bundles(resources),
-            "replicas": resources.replicas,
-            "head": served.head,
-            "revision": revision,
+            "env": engine_env(service.settings.resources.ab) | dict(cores),
+            "bundles": service.bundles,
+            "replicas": service.settings.resources.ab.replicas,
+            "revision": f"{code_revision()}+{attempt}" if attempt else code_revision(),
         },
     }
+
+
+def application_name(service: Service, served: ServedArm) -> str:
+    """Names what is served, not the arm: another head, target, setting or code is another application, which can start beside the old
+    one, and a challenger that becomes the champion keeps its engine."""
+    resources = service.settings.resources.ab
+    engine = _engine(service, served.arm)
+    if served.arm.model and served.head != NO_HEAD:  # the digest says which files, wherever they lie
+        engine["speculative_config"] = engine["speculative_config"] | {"model": served.head_digest}
+    identity = [service.model, str(service.target), engine, engine_env(resources), service.bundles]
+    text = json.dumps([*identity, resources.replicas, code_revision()], sort_keys=True)
+    what = served.arm.method if served.head == NO_HEAD else served.head_digest
+    return f"{ARM_PREFIX}{what}-{hashlib.sha256(text.encode()).hexdigest()[:IDENTITY_SHOWN]}"
 
 
 def make_routing(service: Service, arms: Sequence[ServedArm]) -> Routing:
@@ -115,7 +154,10 @@ def make_routing(service: Service, arms: Sequence[ServedArm]) -> Routing:
     return Routing(
         model=service.model,
         salt=ab.salt,
-        arms={arm.name: RoutedArm(app=arm.app, weight=arm.weight, head=arm.head, state=arm.state) for arm in arms},
+        arms={
+            arm.name: RoutedArm(app=application_name(service, arm), weight=arm.weight, head=arm.head, state=arm.state)
+            for arm in arms
+        },
         control=service.arms[0].name if service.arms else None,
         first_item_timeout_s=ab.first_item_timeout_s,
         max_body_bytes=ab.max_body_bytes,
@@ -170,21 +212,3 @@ def _engine(service: Service, arm: Arm) -> dict[str, Any]:
     if arm.speculates:  # without speculation vLLM refuses to measure it
         kwargs |= {"speculative_config": arm.speculative_config(), "per_request_spec_decode_metrics": "summary"}
     return kwargs
-
-
-def _own_cores(resources: StageResources, slot: int) -> dict[str, str]:
-    """The CPU cores of the arm in place `slot`; by default vLLM binds every engine to the first one."""
-    if has_gpu(resources) or BIND_CORES in resources.env:
-        return {}
-    cores = sorted(os.sched_getaffinity(0))
-    width = min(max(1, int(resources.num_cpus)), len(cores))
-    mine = [cores[(slot * width + i) % len(cores)] for i in range(width)]
-    return {BIND_CORES: ",".join(map(str, mine))}
-
-
-def _bundles(resources: StageResources) -> list[dict[str, float]]:
-    """Ray resources of one arm: a bundle a GPU, so that tensor parallelism can spread, or one of CPUs."""
-    if not has_gpu(resources):
-        return [{"CPU": resources.num_cpus}]
-    workers = max(1, int(resources.num_gpus))
-    return [{"GPU": resources.num_gpus / workers, "CPU": resources.num_cpus / workers}] * workers

@@ -39,8 +39,6 @@ class ArmArgs(BaseModel):
     bundles: list[dict[str, float]]
     """Ray resources: one bundle a worker of the engine."""
     replicas: int = 1
-    head: str = "none"
-    """Digest of the head, so that another head in the same folder is a change."""
     revision: str = ""
     """Code and attempt: Serve takes a configuration without a change for done, even where the last try failed."""
 

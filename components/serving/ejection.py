@@ -55,5 +55,10 @@ class Ejector:
         if in_a_row or too_often or arm in self._out_until:
             self._out_until[arm] = self.clock() + self.ejected_s
 
+    def forget(self, arm: str) -> None:
+        """Another engine answers under this name from now on."""
+        self._failed.pop(arm, None)
+        self._out_until.pop(arm, None)
+
     def _outcomes(self, arm: str) -> deque[bool]:
         return self._failed.setdefault(arm, deque(maxlen=WINDOW))

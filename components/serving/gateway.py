@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -70,6 +70,8 @@ class Gateway:
         arms = [(name, arm.head, arm.state.value, weights.get(name, 0.0)) for name, arm in routing.arms.items()]
         self._metrics.set_arms(arms, routing.weight_epoch)
         for name, arm in routing.arms.items():
+            if before is not None and name in before.arms and before.arms[name].app != arm.app:
+                self._ejector.forget(name)  # what failed under this name was another engine
             if arm.state == ArmState.KILLED:
                 for call in self._running[name]:
                     call.kill()
@@ -110,6 +112,7 @@ class Gateway:
             "status": "ok",
             "weight_epoch": routing.weight_epoch,
             "arms": describe_arms(routing, out, sessions),
+            "leaving": self._leaving(routing),
         }
 
     def metrics(self) -> bytes:
@@ -149,14 +152,21 @@ class Gateway:
         return self._routing
 
     def _exchange(self, routing: Routing, asked: Asked, route: str, body: dict[str, Any], meter: Meter) -> Exchange:
+        app = routing.arms[asked.arm].app
         try:
-            items = self._ask(routing.arms[asked.arm].app, route, body)
+            items = self._ask(app, route, body)
         except LookupError as error:
             raise ApiError(503, f"arm {asked.arm} is not there: {error}", "arm_unavailable") from None
-        call = Call(asked.arm, items, routing.first_item_timeout_s)
+        call = Call(asked.arm, app, items, routing.first_item_timeout_s)
         self._ejector.started(asked.arm)
         self._running[asked.arm].add(call)
         return Exchange(asked, call, meter, self._ended)
+
+    def _leaving(self, routing: Routing) -> dict[str, int]:
+        """Requests that run, by application that no arm names any more."""
+        named = {arm.app for arm in routing.arms.values()}
+        running = Counter(call.app for calls in self._running.values() for call in calls)
+        return {app: num for app, num in running.items() if app not in named}
 
     def _copy_to_shadows(self, routing: Routing, asked: Asked, route: str, body: dict[str, Any]) -> None:
         for arm in routing.shadows:

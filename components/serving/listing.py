@@ -7,7 +7,7 @@ import ray
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.dashboard.utils import ray_address_to_api_server_url
 
-from components.config import ConfigError
+from components.section import ConfigError
 from components.serving.routing import Routing
 
 Application = dict[str, Any]
@@ -38,7 +38,9 @@ def connect() -> ServeSubmissionClient:
 
 
 def ours(live: Mapping[str, Any]) -> Applications:
-    return {name: a["deployed_app_config"] for name, a in live.items() if name.startswith(PREFIX)}
+    """Our applications, without those that are being removed: listed again they would come back."""
+    there = {name: a for name, a in live.items() if name.startswith(PREFIX) and a["status"] != "DELETING"}
+    return {name: application["deployed_app_config"] for name, application in there.items()}
 
 
 def others(live: Mapping[str, Any]) -> Applications:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.data.prompts import Prompt
 from components.evaluation.acceptance import RequestRecord, total
 from components.evaluation.arms import Arm, baseline_arm, head_arm, refuse_synthetic, synthetic_arms
@@ -17,6 +17,7 @@ from components.evaluation.summary import CHALLENGER, CHAMPION, NONE, chosen_pla
 from components.forecast import Forecast
 from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys, draft_label
+from components.section import ConfigError
 from components.serving.apps import ServedArm, Service
 from components.serving.deploy import deploy, teardown
 from components.serving.records import live_records
@@ -37,6 +38,7 @@ DEPLOYMENT_S = 120.0
 NOT_IDENTITY = {
     "host",
     "port",
+    "drain_timeout_s",
     "keep_serving",
     "max_body_bytes",
     "api_keys_file",
@@ -59,7 +61,7 @@ def ab_stage(settings: Settings) -> Stage:
         service = replace(ab_service(settings, inputs), records=live_records(settings, output.storage))
         started = time.monotonic()
         try:
-            address = deploy(service)
+            address = deploy(service, allow_gap=True)  # a run of many hours does not end for want of room
             log.info("ab: %s serves %s after %.0f s", address, _weights(service), time.monotonic() - started)
             records = run_traffic(address, read_sessions(inputs["prompts"], settings), settings, output.location)
         finally:

@@ -30,6 +30,8 @@ class Call:
     """One request on its way to one arm."""
 
     arm: str
+    app: str
+    """The arm's Serve application when it was asked."""
     items: Upstream
     timeout_s: float
     killed: bool = False

@@ -1,11 +1,13 @@
 """Waiting for what Serve was told, with progress in the log and the replicas' own words when it fails."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import httpx
+from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from components.serving.apps import Service
@@ -15,11 +17,13 @@ from components.serving.routing import Routing
 log = logging.getLogger("aerie")
 
 POLL_S = 1.0
+QUIET_LOOKS = 2
 PROGRESS_S = 10.0
 START_TIMEOUT_S = 3600.0
 """A large target loads for long; an engine that fails says so before."""
 LIVE_TIMEOUT_S = 60.0
 REMOVE_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 120.0
 
 
 class DeploymentFailed(RuntimeError):
@@ -88,6 +92,60 @@ def wait_until_live(service: Service, routing: Routing) -> None:
         time.sleep(0.1)
     wanted = {name: arm.weight for name, arm in routing.arms.items()}
     raise DeploymentFailed(f"the endpoint at {service.address} does not route to {wanted}; it says {said!r}")
+
+
+def wait_until_answering(service: Service, application: str) -> None:
+    """Until an arm that runs has answered a request of one token, past the router.
+
+    Raises:
+        DeploymentFailed: it does not answer, or with an error.
+    """
+    body = {"model": service.model, "prompt": "a", "max_tokens": 1}
+
+    async def ask() -> dict[str, Any]:
+        handle = serve.get_app_handle(application).options(stream=True)
+        return await asyncio.wait_for(anext(handle.answer.remote("completions", body)), ANSWER_TIMEOUT_S)
+
+    try:
+        reply = asyncio.run(ask())
+    except Exception as error:  # whatever the engine raised arrives wrapped by Ray
+        raise DeploymentFailed(f"{application} does not answer ({type(error).__name__}: {error})") from error
+    if "error" in reply:
+        raise DeploymentFailed(f"{application} does not answer: {reply['error'].get('message')}")
+
+
+def wait_until_left(service: Service, applications: Iterable[str]) -> None:
+    """Until the router has nothing that runs on these applications, which no arm names any more, or `ab.drain_timeout_s` is over.
+
+    Two looks in a row must find nothing: a request that was dealt a moment ago is on its way.
+    """
+    started = said = time.monotonic()
+    timeout_s = service.settings.ab.drain_timeout_s
+    wanted, quiet = set(applications), 0
+    while wanted and quiet < QUIET_LOOKS:
+        running = {name: num for name, num in _leaving(service.address).items() if name in wanted}
+        quiet = 0 if running else quiet + 1
+        now = time.monotonic()
+        if now - started > timeout_s:
+            log.warning("serving: %s are cut off after %.0f s (ab.drain_timeout_s)", _requests(running), timeout_s)
+            return
+        if running and now - said >= PROGRESS_S:
+            said = now
+            log.info("serving: waiting for %s", _requests(running))
+        time.sleep(POLL_S)
+
+
+def _leaving(address: str) -> Mapping[str, int]:
+    """Requests that still run, by application that no arm names any more."""
+    try:
+        reply = httpx.get(f"{address}/health", timeout=5, trust_env=False)
+        return reply.json().get("leaving", {})
+    except (httpx.TransportError, ValueError):  # no router, no requests
+        return {}
+
+
+def _requests(running: Mapping[str, int]) -> str:
+    return ", ".join(f"{num} requests on {name}" for name, num in running.items())
 
 
 def wait_until_gone(client: ServeSubmissionClient) -> None:

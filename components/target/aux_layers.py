@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from components.config import ConfigError
+from components.section import ConfigError
 
 NUM_AUX_LAYERS = 3
 BF16_BYTES = 2

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from components.config import ConfigError
+from components.section import ConfigError
 
 CONVERSION_VERSION = 1
 MARKER = "aerie_source.json"

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from components.config import ConfigError
+from components.section import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]
 MAX_SHOWN = 200

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from components.config import ConfigError
+from components.section import ConfigError
 
 INDEX_FILE = "model.safetensors.index.json"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Set
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from components.config import ConfigError
+from components.section import ConfigError
 
 SETTING = "draft.mask_token_id"
 

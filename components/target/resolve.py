@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.config import ConfigError
 from components.hub import HUB_ID, first_line, snapshot
+from components.section import ConfigError
 from components.target.bundled import get_bundle, materialize_bundled
 from components.target.refusals import find_refusal
 

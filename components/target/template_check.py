@@ -14,7 +14,7 @@ import jinja2
 from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
 
-from components.config import ConfigError
+from components.section import ConfigError
 from components.target.chat import TemplateError, render_text
 
 SETTING = "target.chat_template_kwargs"

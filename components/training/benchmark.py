@@ -60,11 +60,13 @@ def random_document(n: int) -> Document:
     return Document(ids, torch.ones_like(ids, dtype=torch.bool), features(HEAD.num_aux_layers * width), features(width))
 
 
-def make_trainer(document: Document, keep: tuple[float, float], rows_per_part: int | None) -> Trainer:
+def make_trainer(
+    document: Document, keep: tuple[float, float], rows_per_part: int | None, checkpointing: bool | None
+) -> Trainer:
     """A trainer whose every step sees the same document, with fresh chains."""
     config = TrainConfig(
         epochs=1 << 20, num_depths=K, chain_rate=keep[0], chain_floor=keep[1], documents_per_step=1,
-        rows_per_part=rows_per_part or "auto",
+        rows_per_part=rows_per_part or "auto", activation_checkpointing="auto" if checkpointing is None else checkpointing,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -95,13 +97,15 @@ def timed_ms(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def measure(n: int, sampling: str, repeats: int, rows_per_part: int | None, profiled: bool = False) -> dict[str, Any]:
+def measure(
+    n: int, sampling: str, repeats: int, rows_per_part: int | None, checkpointing: bool | None, profiled: bool = False
+) -> dict[str, Any]:
     """Median time of a step and what it held above parameters and optimiser state."""
     gc.collect()  # an earlier case's trainer, which its own thread refers to
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     document = random_document(n)
-    trainer = make_trainer(document, COD[sampling], rows_per_part)
+    trainer = make_trainer(document, COD[sampling], rows_per_part, checkpointing)
     for _ in range(1 if repeats == 1 else 3):
         sums = trainer.step()
     state = sum(p.numel() * p.element_size() for p in trainer.head.parameters())
@@ -182,6 +186,10 @@ def main(
     lengths: Lengths = [8192],
     sampling: Sampling = list(COD),
     rows_per_part: Annotated[int | None, typer.Option(help="Elements of a part; by default as memory allows.")] = None,
+    checkpointing: Annotated[
+        bool | None,
+        typer.Option(help="Compute the prefix pass again in the backward; by default when memory asks for it."),
+    ] = None,
     compare: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure speculators beside it.")] = True,
     peer_loss: Annotated[
         str,
@@ -196,7 +204,7 @@ def main(
     rows = []
     for n in lengths:
         for name in sampling:
-            rows.append(measure(n, name, repeats, rows_per_part, profiled))
+            rows.append(measure(n, name, repeats, rows_per_part, checkpointing, profiled))
             print(json.dumps(rows[-1]), flush=True)
             for attention in ("full", "sliding") if compare else ():
                 rows.append(peer(n, name, repeats, attention, peer_loss))

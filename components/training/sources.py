@@ -15,11 +15,12 @@ from typing import Any, Protocol
 import ray
 from ray import ObjectRef
 
-from components.config import ConfigError, Settings, StageResources
+from components.config import Settings, StageResources
 from components.data.extractors.interface import ExtractorSpec
 from components.data.shards import StoredDocument, read_shard
 from components.data.streaming import Place, StreamWorker
 from components.draft.batch import Document
+from components.section import ConfigError
 from components.storage import Location
 from components.training.order import SHARDS_SHUFFLED_TOGETHER, Entry
 

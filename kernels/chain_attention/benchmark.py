@@ -221,9 +221,9 @@ def main(
             for keep in sampling:
                 case = make_case(f"{heads}, {keep}", n, SHAPES[heads], COD[keep])
                 rows += measure(case, flex, max(3, min(repeats, repeats * 8192 // n)))
+                write_result(result, rows)  # after every case: a later one may not fit
                 torch.cuda.empty_cache()
     print_table(rows)
-    write_result(result, rows)
 
 
 if __name__ == "__main__":

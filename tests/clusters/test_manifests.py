@@ -15,7 +15,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.llm import LLMConfig
 from ray.serve.schema import ServeDeploySchema
 
-from components.config import load_settings
+from components.config_loading import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "clusters"

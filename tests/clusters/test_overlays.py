@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from components.arm_config import ArmConfig
-from components.config import Settings, load_settings
+from components.config import Settings
+from components.config_loading import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "ray_config.yaml"

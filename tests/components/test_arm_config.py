@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from components.arm_config import KEYS, ArmConfig
-from components.config import ConfigError, Settings, load_settings
+from components.config import Settings
+from components.config_loading import load_settings
+from components.section import ConfigError
 
 CONFIG = Path(__file__).resolve().parents[2] / "ray_config.yaml"
 HEAD = {"model": "org/head", "num_speculative_tokens": 3}

@@ -6,7 +6,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from components.config import ConfigError, Settings, load_settings
+from components.config import Settings
+from components.config_loading import load_settings
+from components.section import ConfigError
 
 
 def test_defaults_stand_alone() -> None:

@@ -19,7 +19,7 @@ RUN_TWICE = """
 import json, sys
 from pathlib import Path
 import torch
-from components.config import ConfigError
+from components.section import ConfigError
 from components.data.parts import PartAccount, part_name
 from components.data.shards import StoredDocument, feature_row, write_shard
 from components.stage import Outcome, Stage, run_stage

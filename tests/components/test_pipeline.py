@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from components.config import ConfigError, Settings, load_settings
+from components.config import Settings
+from components.config_loading import load_settings
 from components.pipeline import Pipeline, Selection, check_disk
+from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.tracking import Tracker

@@ -6,10 +6,11 @@ from types import MappingProxyType
 
 import pytest
 
-from components.config import ConfigError, load_settings
+from components.config_loading import load_settings
 from components.data.stages import features_stage, prompts_stage, responses_stage
 from components.forecast import GPU_OPERATIONS_PER_S, Forecast, Stopwatch, matrix_operations_per_s
 from components.planning import Plan, PlannedStage, check_room, in_time, in_units, last_run, make_plan
+from components.section import ConfigError
 from components.stage import MANIFEST, Artifact, Outcome, Output, Stage, run_stage
 from components.storage import Location
 from components.target.resolve import target_shape

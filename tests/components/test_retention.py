@@ -9,10 +9,10 @@ import pytest
 from mlflow.tracking import MlflowClient
 from typer.testing import CliRunner
 
-from components.config import ConfigError
 from components.lease import Lease
 from components.pipeline import Selection
 from components.retention import needed_outputs, remove_output, stored_outputs
+from components.section import ConfigError
 from components.stage import LEASE, PIN, Artifact, Outcome, Output, Stage, run_stage
 from components.storage import Location
 from pipelines.data import app

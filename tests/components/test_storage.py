@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from components.config import ConfigError
+from components.section import ConfigError
 from components.storage import Location
 from tests.conftest import project_environment
 

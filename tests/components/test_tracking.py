@@ -11,7 +11,8 @@ from uuid import uuid4
 
 import pytest
 
-from components.config import ConfigError, load_settings
+from components.config_loading import load_settings
+from components.section import ConfigError
 from components.storage import Location
 from components.tracking import PARAM_VALUE_LIMIT, Tracker, flatten, run_key
 from tests.conftest import free_port, project_environment, run_mlflow_server

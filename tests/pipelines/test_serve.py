@@ -1,6 +1,7 @@
 from typer.testing import CliRunner
 
-from components.config import ConfigError, Settings
+from components.config import Settings
+from components.section import ConfigError
 from pipelines.serve import app, define_experiment, define_stages
 
 

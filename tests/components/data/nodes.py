@@ -1,4 +1,4 @@
-"""A job on three Ray nodes of this machine, one of which is killed in the middle of it: `python -m ... OUTPUT`."""
+"""Features recorded on three Ray nodes of this machine, one of which is killed in the middle: `python -m ... TARGET RESPONSES OUTPUT`."""
 
 import faulthandler
 import json
@@ -12,42 +12,56 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from components.data.part_map import make_parts
-from components.data.part_worker import PartTask
+from components.config import Settings
+from components.data.capturing import CaptureWorker
+from components.data.features import record_features
 from components.storage import Location
-from tests.components.data.counting import CountingWorker, counting_job, times_made
 
-NUM_PARTS, ROWS_PER_PART = 24, 8
+NUM_PARTS, ROWS_PER_PART = 12, 8
 SECONDS_A_ROW = 0.05
-KILL_AFTER_ROWS = 40
-SAID, DOOMED = "_said.json", "_doomed"
+KILL_AFTER_ROWS = 20
+MAX_TOKENS = 24
+TARGET = {"num_layers": 6, "hidden_size": 64}
+"""Of the tiny target."""
+SETTINGS = Settings.model_validate(
+    {
+        "target": {"dtype": "float32"},
+        "data": {"batch_tokens": 1},  # each document alone: its states do not depend on what it was captured with
+        "draft": {"aux_layers": [1, 4]},
+        "resources": {"features": {"replicas": 3}},
+    }
+)
+SAID, DOOMED, NODES, CAPTURED = "_said.json", "_doomed", "_nodes", "_captured"
 STUCK_AFTER_S = 150
 NOTICED_AFTER_S = 60
 
 
-class NotingWorker(CountingWorker):
-    """Notes the nodes that rows were made on, and waits for the doomed one to be among them."""
+class NotingWorker(CaptureWorker):
+    """Notes every document and the node that it was captured on, and waits for the doomed node to be among them."""
 
-    def row(self, number: int) -> dict[str, Any]:
-        self.output.join("_nodes", ray.get_runtime_context().get_node_id()).create(b"")
-        while not self.output.join("_nodes", self.output.join(DOOMED).read_bytes().decode()).exists():
+    def count(self, **done: int) -> None:
+        self.output.join(NODES, ray.get_runtime_context().get_node_id()).create(b"")
+        while not self.output.join(NODES, self.output.join(DOOMED).read_bytes().decode()).exists():
             time.sleep(0.05)
-        return super().row(number)
+        time.sleep(SECONDS_A_ROW)
+        self.output.join(CAPTURED, str(time.time_ns())).create(b"")
+        super().count(**done)
 
 
-def main(output: Location) -> None:
+def main(target: str, responses: Location, output: Location) -> None:
     faulthandler.dump_traceback_later(STUCK_AFTER_S, exit=True)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    doomed = [cluster.add_node(num_cpus=2), cluster.add_node(num_cpus=2)][0]
+    doomed = [cluster.add_node(num_cpus=1), cluster.add_node(num_cpus=1)][0]
     ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
     output.join(DOOMED).write_bytes(doomed.node_id.encode())
     killer = threading.Thread(target=kill_in_the_middle, args=(cluster, doomed, output), daemon=True)
     killer.start()
-    job = counting_job(output, ROWS_PER_PART, (), (), "", SECONDS_A_ROW, worker=NotingWorker, replicas=4)
-    make_parts(job, [PartTask(number) for number in range(NUM_PARTS)])
+    num_tokens = NUM_PARTS * ROWS_PER_PART * MAX_TOKENS
+    outcome = record_features(SETTINGS, responses, num_tokens, TARGET, target, output, NotingWorker)
     killer.join()
-    nodes = output.join("_nodes").files()
-    said = {"doomed": doomed.node_id, "nodes": nodes, "alive": count_alive(2)}
+    nodes = output.join(NODES).files()
+    table = outcome.rows.table() if outcome.rows else None
+    said = {"doomed": doomed.node_id, "nodes": nodes, "alive": count_alive(2), "rows": table}
     output.join(SAID).write_bytes(json.dumps(said).encode())
     ray.shutdown()
     cluster.shutdown()
@@ -55,13 +69,18 @@ def main(output: Location) -> None:
 
 def kill_in_the_middle(cluster: Cluster, node: Any, output: Location) -> None:
     """Without a warning, once a part of the job is done; like a host, it takes all its processes along."""
-    while times_made(output).total() < KILL_AFTER_ROWS:
+    while num_captured(output) < KILL_AFTER_ROWS:
         time.sleep(0.05)
     processes = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
     cluster.remove_node(node, allow_graceful=False)
     for process in processes:  # Ray's agents would outlive it
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def num_captured(output: Location) -> int:
+    """Documents that were captured so far, on whatever node; the same one twice counts twice."""
+    return len(output.join(CAPTURED).files())
 
 
 def count_alive(expected: int) -> int:
@@ -75,4 +94,4 @@ def count_alive(expected: int) -> int:
 
 
 if __name__ == "__main__":
-    main(Location(sys.argv[1]))
+    main(sys.argv[1], Location(sys.argv[2]), Location(sys.argv[3]))

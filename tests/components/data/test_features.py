@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.data.capturing import CaptureWorker, stored_document
 from components.data.documents import Turns, merge_turns
 from components.data.extractors.interface import extractor_spec
@@ -18,6 +18,7 @@ from components.data.part_worker import PartTask, Piece
 from components.data.parts import QUARANTINE, PartAccount, part_name, part_names, read_account
 from components.data.pieces import Pieces
 from components.data.shards import document_index, read_documents, read_shard
+from components.section import ConfigError
 from components.storage import Location
 from components.target.aux_layers import bytes_per_token
 from components.target.layers import Captured, capture, load_target

@@ -10,8 +10,9 @@ from pathlib import Path
 import datasets
 import pytest
 
-from components.config import ConfigError, PromptSource
+from components.config import PromptSource
 from components.data.sources import source_identity
+from components.section import ConfigError
 from tests.components.data.prompt_rows import read, write_rows
 from tests.components.target.hub import COMMIT, GATED, HubHandler, serve_hub
 
@@ -136,7 +137,8 @@ def test_identity_is_of_the_content_and_of_what_is_taken_from_it(saved, laid_out
 # the Hub's address and cache are read when huggingface_hub is imported: so a process of its own
 READ_ALL = """
 import json, sys
-from components.config import ConfigError, PromptSource
+from components.config import PromptSource
+from components.section import ConfigError
 from components.data.prompts import read_prompts
 from components.data.sources import source_identity
 

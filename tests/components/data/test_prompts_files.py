@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from components.config import ConfigError
 from components.data.prompts import BadRow
+from components.section import ConfigError
 from tests.components.data.prompt_rows import read
 
 

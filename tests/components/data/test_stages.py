@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from components.config import ConfigError, Settings, load_settings
+from components.config import Settings
+from components.config_loading import load_settings
 from components.data.parts import QUARANTINE
 from components.data.prompt_list import PROMPTS, fixed_cut, prompt_ranges, read_range
 from components.data.stages import features_stage, prompts_stage, responses_stage, vocabulary_stage
 from components.rows import TooManyRowsLost
+from components.section import ConfigError
 from components.stage import Artifact, run_stage
 from components.storage import Location
 from components.target.stages import target_stage

@@ -14,7 +14,7 @@ from components.draft.head import DraftHead, HeadConfig, median_feature_rms
 from components.draft.losses import Teacher
 from components.draft.schedule import StepOptions, accumulate_gradients
 from components.evaluation.preflight import capture_document
-from components.target.layers import teacher_weights
+from components.target.layers import load_target, teacher_weights
 
 MASK_TOKEN = 4
 
@@ -63,7 +63,7 @@ def train_head(
     num_steps: int,
     learning_rate: float = 3e-3,
 ) -> float:
-    """Fit the head to texts (token ids, length of the prompt), all depths of all anchors a step.
+    """Fit the head to texts (token ids, length of the prompt), all depths of all anchors a step, until it drafts them right.
 
     Returns:
         The share of right drafts in the last step.
@@ -87,8 +87,35 @@ def train_head(
     for _ in range(num_steps):
         optimizer.zero_grad()
         sums = accumulate_gradients(head, batch, chains, teacher, options)
+        share = float(sums.correct_D.sum() / sums.count)
+        if share == 1.0:  # it cannot get better
+            break
         for parameter in head.parameters():
             if parameter.grad is not None:
                 parameter.grad /= sums.count
         optimizer.step()
-    return float(sums.correct_D.sum() / sums.count)
+    return share
+
+
+def make_permutation_heads(
+    path: Path, cycle: Sequence[int], prompts: Sequence[Sequence[int]], num_tokens: int, num_depths: int
+) -> tuple[DraftHead, DraftHead]:
+    """Two heads of the permutation target: one that drafts every token right after these prompts, and one that never does.
+
+    The second one has the same weights for a vocabulary in which every token of the cycle is the one after it: what a head trained on
+    labels shifted by one learns.
+    """
+    target = load_target(path, torch.float32)
+    spare = [i for i in range(8, target.config.vocab_size) if i not in cycle][:20]
+    order = torch.randperm(len(cycle) + 20, generator=torch.Generator().manual_seed(0))
+    vocabulary = torch.tensor([*cycle, *spare])[order]
+    right = make_head(path, vocabulary, aux_layers=(1, 4))
+    texts = [(continue_greedily(target, prompt, num_tokens + num_depths), len(prompt)) for prompt in prompts]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for so little work more of them only wait for each other
+    assert train_head(right, target, path, texts, num_depths=num_depths, num_steps=80) == 1.0
+    torch.set_num_threads(num_threads)
+    successor = dict(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
+    wrong = DraftHead(right.config, torch.tensor([successor.get(i, i) for i in vocabulary.tolist()]))
+    wrong.load_state_dict({k: v for k, v in right.state_dict().items() if k not in ("d2t", "t2d")}, strict=False)
+    return right, wrong

@@ -4,7 +4,6 @@ import pickle
 import pytest
 
 from components.arm_config import ArmConfig
-from components.config import ConfigError
 from components.evaluation import arms as arms_module
 from components.evaluation.arms import (
     Arm,
@@ -16,6 +15,7 @@ from components.evaluation.arms import (
     refuse_synthetic,
     synthetic_arms,
 )
+from components.section import ConfigError
 
 
 def arm_of(draft: dict[str, str] | None = None, **config: object) -> Arm:

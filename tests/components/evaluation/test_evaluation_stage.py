@@ -8,21 +8,19 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from components.config import ConfigError, GateConfig
+from components.config import GateConfig
 from components.draft.checkpoint import save_head
-from components.draft.head import DraftHead
 from components.evaluation.results import load_result
 from components.evaluation.stages import evaluation_stage
 from components.evaluation.summary import evaluation_verdict
 from components.publishing.bundle import head_digest
+from components.section import ConfigError
 from components.stage import Artifact, Output
 from components.storage import Location
-from components.target.layers import load_target
 from tests.cluster import RayHead
 from tests.components.evaluation.artifacts import make_artifact, target_artifact, tiny_settings, write_responses
-from tests.components.evaluation.heads import continue_greedily, make_head, train_head
+from tests.components.evaluation.heads import make_permutation_heads
 
 K = 4
 VOCAB = 320
@@ -35,23 +33,10 @@ def make_prompt(cycle: list[int], number: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory, permutation_target: tuple[Path, list[int]]) -> tuple[Path, Path]:
-    """The oracle, and the same weights for a vocabulary in which every token of the cycle is the one after it.
-
-    On a cycle that is what a head trained on labels shifted by one learns.
-    """
+    """The oracle, and one that drafts every token a place too late."""
     path, cycle = permutation_target
-    target = load_target(path, torch.float32)
-    spare = [i for i in range(8, VOCAB) if i not in cycle][:20]
-    vocabulary = torch.tensor(cycle + spare)[
-        torch.randperm(len(cycle) + 20, generator=torch.Generator().manual_seed(0))
-    ]
-    oracle = make_head(path, vocabulary, aux_layers=(1, 4))
     prompts = [make_prompt(cycle, i) for i in range(NUM_PROMPTS)]
-    texts = [(continue_greedily(target, prompt, NEW_TOKENS + K), len(prompt)) for prompt in prompts]
-    assert train_head(oracle, target, path, texts, num_depths=K, num_steps=80) == 1.0
-    successor = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
-    late = DraftHead(oracle.config, torch.tensor([successor.get(i, i) for i in vocabulary.tolist()]))
-    late.load_state_dict({k: v for k, v in oracle.state_dict().items() if k not in ("d2t", "t2d")}, strict=False)
+    oracle, late = make_permutation_heads(path, cycle, prompts, NEW_TOKENS, K)
     folder = tmp_path_factory.mktemp("heads")
     return save_head(oracle, folder / "oracle" / "head"), save_head(late, folder / "late" / "head")
 

@@ -8,12 +8,13 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from components.config import ConfigError, ExperimentConfig
+from components.config import ExperimentConfig
 from components.experiment.conduct import conduct, live_weight, note_weights
 from components.experiment.journal import Plan, open_journal
 from components.experiment.monitor import Arms
 from components.experiment.policy import Action
 from components.experiment.table import findings_line, findings_table
+from components.section import ConfigError
 from components.serving.records import RecordWriter
 from components.storage import Location
 from tests.components.experiment.records import CHALLENGER, CONTROL, EPOCH, live_traffic

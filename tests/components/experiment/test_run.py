@@ -5,13 +5,15 @@ import uuid
 import pytest
 from mlflow.tracking import MlflowClient
 
-from components.config import ConfigError, ExperimentConfig
+from components.config import ExperimentConfig
 from components.experiment.journal import Plan, open_journal
 from components.experiment.policy import Action
 from components.experiment.run import act, check_pair, roll_back
 from components.experiment.watch import Alarm
 from components.publishing import registry
-from components.publishing.registry import ChampionChanged, Registry
+from components.publishing.promotion import ChampionChanged
+from components.publishing.registry import Registry
+from components.section import ConfigError
 from components.serving.stages import CHALLENGER, CHAMPION
 from components.stage import Artifact
 from components.storage import Location

@@ -7,9 +7,10 @@ import pytest
 from scipy.stats import binom
 from typer.testing import CliRunner
 
-from components.config import ConfigError, ExperimentConfig
+from components.config import ExperimentConfig
 from components.experiment.simulate import Case, Kind, app, simulate
 from components.experiment.traffic import SCENARIOS, Synthetic, make_sessions, read_pool, treat
+from components.section import ConfigError
 
 POLICY = ExperimentConfig()
 N = 200

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from components.config import Settings, load_settings
+from components.config import Settings
+from components.config_loading import load_settings
 from components.evaluation.acceptance import RequestRecord
 from components.evaluation.arms import Arm, baseline_arms
 from components.evaluation.results import Answer, ArmResult, Speed, save_result

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from components.config import ConfigError
 from components.publishing.bundle import BundleError, head_digest, seal_bundle, verify_bundle
 from components.publishing.upload import upload_bundle
+from components.section import ConfigError
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from components.arm_config import ArmConfig
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.evaluation.arms import SyntheticArm, baseline_arm
 from components.pipeline import Selection
 from components.publishing.bundle import HEAD_FILES, head_digest
@@ -18,6 +18,7 @@ from components.publishing.drafts import draft_keys, draft_label, find_drafts
 from components.publishing.evidence import Evidence
 from components.publishing.publication import publish
 from components.publishing.stages import drafts_stage, registry_of
+from components.section import ConfigError
 from components.stage import Artifact, run_stage
 from components.storage import Location
 from tests.components.publishing.rehearsal import TARGET_DIGEST, rehearse

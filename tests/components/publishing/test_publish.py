@@ -12,16 +12,17 @@ import pytest
 from mlflow.tracking import MlflowClient
 from rich.console import Console
 
-from components.config import ConfigError, TrainConfig
+from components.config import TrainConfig
 from components.pipeline import Pipeline, Selection
 from components.publishing import registry
 from components.publishing.bundle import HEAD_FILES, head_digest, verify_bundle
-from components.publishing.registry import ChampionChanged, NothingToRollBack, rollback
+from components.publishing.promotion import ChampionChanged, NothingToRollBack, rollback
 from components.publishing.stages import champion_stage, registry_of
 from components.publishing.summary import print_summary
+from components.section import ConfigError
 from components.stage import run_stage
 from tests.components.publishing.rehearsal import rehearse
-from tests.conftest import free_port, project_environment, run_mlflow_server
+from tests.conftest import project_environment
 
 DIE_AT = """
 import os, signal, sys
@@ -226,19 +227,6 @@ def test_a_champion_that_changed_meanwhile_stops_the_promotion_and_the_next_run_
     done = run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.8)
     assert done.artifacts["incumbent"].facts["version"] == 2
     assert aliases(client, name) == {"champion": str(facts(done)["version"]), "previous": "2", "challenger": "4"}
-
-
-def test_mlflow_down_says_so_and_the_same_command_finishes_later(tmp_path: Path, name: str) -> None:
-    port = free_port()
-    overrides = [f"publish.name={name}"]
-    with run_mlflow_server(tmp_path, port) as address:
-        rehearse(tmp_path / "s", address, *overrides).run(Selection(last="ab"))
-    with pytest.raises(ConfigError, match=rf"mlflow\.tracking_uri: no MLflow server answers at .*:{port}"):
-        run(tmp_path / "s", address, *overrides)
-    with run_mlflow_server(tmp_path, port) as address:
-        done = run(tmp_path / "s", address, *overrides)
-        assert done.made == ["publish"]
-        assert aliases(MlflowClient(address), name)["champion"] == "1"
 
 
 def test_a_head_for_another_target_is_not_compared(tmp_path: Path, mlflow_server: str, name: str) -> None:

@@ -7,13 +7,14 @@ from uuid import uuid4
 
 import pytest
 
-from components.config import ConfigError
 from components.pipeline import Selection
 from components.publishing import registry
 from components.publishing.bundle import BundleError
-from components.publishing.registry import Registry, rollback
+from components.publishing.promotion import rollback
+from components.publishing.registry import Registry
 from components.publishing.stages import registry_of
 from components.publishing.versions import find, list_versions, promote_by_hand, verify
+from components.section import ConfigError
 from tests.components.publishing.rehearsal import rehearse
 from tests.conftest import project_environment
 

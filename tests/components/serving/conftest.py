@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from components.config import Settings, load_settings
+from components.config import Settings
+from components.config_loading import load_settings
 from components.data.prompt_list import write_prompts
 from components.data.prompts import Prompt
 from components.draft.checkpoint import save_head

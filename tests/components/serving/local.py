@@ -72,13 +72,18 @@ class LocalRouter:
         self.kept.append(routing)
 
 
-def routing_to(*arms: str, **changes: Any) -> Routing:
-    """Equal weights; an arm may be written as `name=weight` or `name:state`."""
+def routing_to(*arms: str, app: str | None = None, **changes: Any) -> Routing:
+    """Equal weights; an arm may be written as `name=weight` or `name:state`. Its application has its name, or is `app`."""
     parsed = {}
     for text in arms:
         name, state = text.partition(":")[::2]
         name, weight = name.partition("=")[::2]
-        parsed[name] = {"app": name, "weight": float(weight or 1), "head": f"{name}-head", "state": state or "serving"}
+        parsed[name] = {
+            "app": app or name,
+            "weight": float(weight or 1),
+            "head": f"{name}-head",
+            "state": state or "serving",
+        }
     return Routing.model_validate({"model": "m", "salt": "s", "arms": parsed, "weight_epoch": 1} | changes)
 
 

@@ -340,6 +340,27 @@ def test_a_change_that_cannot_be_kept_is_live_and_says_so(admin, monkeypatch):
     assert "b" not in arms_of(admin).values()
 
 
+def test_another_engine_takes_over_an_arm_and_what_runs_on_the_old_one_ends_there():
+    arms = {"v1": Faulty(), "v2": Faulty()}
+    with local_router(arms, routing_to("champion", app="v1")) as router:
+        with router.client.stream("POST", CHAT, json={"do": "good", "stream": True}) as running:
+            assert router.client.get("/health").json()["leaving"] == {}
+            router.configure(routing_to("champion", app="v2"))
+            assert router.client.get("/health").json()["leaving"] == {"v1": 1}
+            assert router.ask().status_code == 200
+            assert running.read().endswith(b"data: [DONE]\n\n")
+        assert router.client.get("/health").json()["leaving"] == {}
+    assert [len(arm.bodies) for arm in arms.values()] == [1, 1]
+
+
+def test_an_engine_that_takes_over_an_arm_starts_without_the_old_ones_failures():
+    with local_router({"v1": Faulty("crash"), "v2": Faulty()}, routing_to("champion", app="v1")) as router:
+        assert [router.ask().status_code for _ in range(FAILURES_TO_EJECT)] == [502] * FAILURES_TO_EJECT
+        assert router.client.get("/health").json()["arms"]["champion"]["ejected"] is True
+        router.configure(routing_to("champion", app="v2"))
+        assert router.client.get("/health").json()["arms"]["champion"]["ejected"] is False
+
+
 def test_a_failing_arm_is_ejected_its_sessions_move_and_come_back(tmp_path):
     now = [0.0]
     ejector = Ejector(ejected_s=10, clock=lambda: now[0])

@@ -1,5 +1,6 @@
 """The declarative configuration: what an arm is started with, and what may change without a restart."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -7,18 +8,20 @@ from pathlib import Path
 import pytest
 from ray.serve.schema import ServeDeploySchema
 
-from components.config import ConfigError, Settings
+from components.config import Settings, StageResources
 from components.evaluation.arms import Arm, SyntheticArm, head_arm
 from components.publishing.bundle import HEAD_FILES
+from components.section import ConfigError
 from components.serving import apps
 from components.serving.apps import (
-    BIND_CORES,
     ServedArm,
     Service,
+    application_name,
     arm_application,
     make_routing,
     router_application,
 )
+from components.serving.cores import BIND_CORES, own_cores
 from components.serving.stages import ab_service
 from components.stage import Artifact
 from components.storage import Location
@@ -35,7 +38,7 @@ def make_service(weights=(0.5, 0.5), **settings):
 
 
 def arm_args(service, index):
-    return arm_application(service, service.arms[index], "r", {})["args"]
+    return arm_application(service, service.arms[index], {}, {})["args"]
 
 
 def router(service):
@@ -59,15 +62,52 @@ def test_every_arm_has_the_switches_of_the_chat_template():
     assert "default_chat_template_kwargs" not in arm_args(make_service(), 0)["engine"]
 
 
-def test_every_cpu_arm_has_cores_of_its_own(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 5})
-    service = make_service()
-    assert [arm_args(service, i)["env"][BIND_CORES] for i in (0, 1)] == ["4", "5"]
+@pytest.mark.parametrize(
+    ("num_cpus", "staying", "leaving", "cores"),
+    [
+        (1, [], [], "4"),
+        (1, ["4"], [], "5"),
+        (1, ["4", "5"], [], "4"),
+        (1, ["5"], ["4"], "4"),
+        (1, [], ["4"], "5"),
+        (2, [], [], "4,5"),
+        (8, ["4,5,6"], [], "4,5,6"),
+    ],
+)
+def test_every_cpu_arm_has_cores_of_its_own_as_long_as_there_are_any(monkeypatch, num_cpus, staying, leaving, cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 5, 6} if num_cpus > 1 else {4, 5})
+    assert own_cores(StageResources(num_cpus=num_cpus), staying, leaving) == {BIND_CORES: cores}
 
 
-def test_cores_that_the_user_chose_stay():
+def test_cores_that_the_user_chose_stay_and_a_gpu_needs_none():
+    assert own_cores(StageResources(env={BIND_CORES: "7"}), []) == own_cores(StageResources(num_gpus=1), []) == {}
     service = make_service(resources={"ab": {"env": {BIND_CORES: "7"}}})
     assert [arm_args(service, i)["env"][BIND_CORES] for i in (0, 1)] == ["7", "7"]
+
+
+def test_an_application_is_named_by_what_it_serves():
+    service = make_service()
+    head = service.arms[1]
+    same = [
+        dataclasses.replace(head, weight=0.1),
+        dataclasses.replace(head, arm=head_arm("champion", "/elsewhere/h", 3), head="v7-abc"),
+    ]
+    other = [
+        dataclasses.replace(head, head="v7-def"),
+        dataclasses.replace(head, arm=head_arm("challenger", "/heads/h", 5)),
+    ]
+    name = application_name(service, head)
+    assert name.startswith("aerie-arm-abc-")
+    assert [application_name(service, arm) for arm in same] == [name] * 2
+    longer = make_service(target={"model": "bundled:small", "max_model_len": 512})
+    others = [*(application_name(service, arm) for arm in other), application_name(longer, head)]
+    assert len({name, *others}) == 4
+
+
+def test_without_a_digest_the_drafts_path_tells_one_application_from_another():
+    service = make_service()
+    arms = [ServedArm(head_arm("a", folder, 3), 1.0) for folder in ("/heads/a", "/heads/b")]
+    assert application_name(service, arms[0]) != application_name(service, arms[1])
 
 
 @pytest.mark.parametrize(
@@ -152,7 +192,7 @@ def stage_inputs(folder, drafts):
 
 def test_only_the_router_has_a_route():
     service = make_service()
-    applications = [arm_application(service, arm, "r", {}) for arm in service.arms] + [router(service)]
+    applications = [arm_application(service, arm, {}, {}) for arm in service.arms] + [router(service)]
     assert [application["route_prefix"] for application in applications] == [None, None, "/"]
     assert json.loads(json.dumps(applications)) == applications
     ServeDeploySchema.model_validate({"applications": applications})

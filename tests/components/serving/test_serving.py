@@ -17,6 +17,8 @@ from components.experiment.conduct import ask_health, conduct
 from components.experiment.journal import Plan, open_journal
 from components.experiment.monitor import Arms
 from components.experiment.policy import Action
+from components.section import ConfigError
+from components.serving import room
 from components.serving.apps import ServedArm
 from components.serving.assignment import assign
 from components.serving.deploy import deploy, teardown
@@ -29,6 +31,7 @@ from components.storage import Location
 from components.target.chat import load_tokenizer, render
 from tests.components.serving.conftest import TOKEN, K
 from tests.components.serving.faulty import FaultyArm
+from tests.conftest import free_port
 
 CHAT = "/v1/chat/completions"
 SESSIONS = [f"session-{i}" for i in range(16)]
@@ -238,15 +241,36 @@ def live_rows(folder):
     return [row for path in folder.rglob("*.jsonl") for row in decode_records(path.read_bytes())]
 
 
-def test_an_arm_that_cannot_start_says_why_and_the_others_serve_on(deployed, client, tmp_path):
+def test_an_arm_that_cannot_take_over_says_why_and_the_others_serve_on(deployed, client, tmp_path):
     before = arm_processes()
     broken = ServedArm(head_arm("broken", tmp_path / "no-head-here", K), 1.0)
     with pytest.raises(DeploymentFailed, match="no-head-here"):
-        deploy(dataclasses.replace(deployed.service, arms=[*deployed.service.arms, broken]))
+        deploy(dataclasses.replace(deployed.service, arms=[broken]))
     assert set(arms_of(client).values()) == {"none", "challenger"}
+    wait_until(lambda: len(connect().get_serve_details()["applications"]) == 3)
     deploy(deployed.service)
     assert set(client.get("/health").json()["arms"]) == {"none", "challenger"}
     assert arm_processes() == before
+
+
+def test_without_room_for_a_second_copy_nothing_changes_and_the_fix_is_named(deployed, client, monkeypatch):
+    monkeypatch.setattr(room, "ROOM_TIMEOUT_S", 0.5)
+    before = arm_processes()
+    resources = deployed.settings.resources
+    large = resources.model_copy(update={"ab": resources.ab.model_copy(update={"num_cpus": 1000.0})})
+    settings = deployed.settings.model_copy(update={"resources": large})
+    with pytest.raises(ConfigError, match=r"resources\.ab: there is no room .* nothing was changed.* --allow-gap"):
+        deploy(dataclasses.replace(deployed.service, settings=settings))
+    assert set(arms_of(client).values()) == {"none", "challenger"}
+    assert arm_processes() == before
+
+
+def test_the_endpoint_does_not_move_to_another_address_by_accident(deployed, client):
+    elsewhere = deployed.settings.ab.model_copy(update={"port": free_port()})
+    settings = deployed.settings.model_copy(update={"ab": elsewhere})
+    with pytest.raises(ConfigError, match=r"ab\.port: the endpoint is up at .*--allow-gap to move it"):
+        deploy(dataclasses.replace(deployed.service, settings=settings))
+    assert client.get("/health").status_code == 200
 
 
 def test_an_experiment_reads_what_the_router_records_and_traffic_follows_its_end(deployed, client, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, GenerationConfig
 
-from components.config import ConfigError
+from components.section import ConfigError
 from components.target.bundled import MARKER, find_gguf, materialize_bundled
 from components.target.chat import load_tokenizer, render
 from components.target.layers import load_target

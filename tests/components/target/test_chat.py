@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from components.config import ConfigError
+from components.section import ConfigError
 from components.target.chat import TemplateError, load_tokenizer, render
 from tests.chat_templates import FAMILIES, family_tokenizer
 from tests.tiny import BOS, make_tokenizer

@@ -18,7 +18,7 @@ RESOLVE_ALL = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from components.config import ConfigError
+from components.section import ConfigError
 from components.target.resolve import resolve_target
 
 answers = []

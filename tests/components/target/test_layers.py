@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from components.config import ConfigError
+from components.section import ConfigError
 from components.target.aux_layers import default_aux_layers, validate_aux_layers
 from components.target.layers import capture, load_target, teacher_weights
 from tests.tiny import FIRST_ORDINARY_ID, make_tiny_llama

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from components.config import ConfigError
+from components.section import ConfigError
 from components.target.chat import load_tokenizer
 from components.target.mask_token import choose_mask_token
 from tests.tiny import BOS, EOS, PAD, make_tiny_llama

@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from components.config import ConfigError
+from components.section import ConfigError
 from components.target.layers import capture, load_target, teacher_weights
 from components.target.refusals import ACCEPTED, NOT_RECORDED, RULES, find_refusal
 from components.target.resolve import resolve_target

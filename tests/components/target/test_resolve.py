@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from components.config import ConfigError
+from components.section import ConfigError
 from components.target.resolve import resolve_target
 from tests.tiny import BOS, EOS, PAD
 

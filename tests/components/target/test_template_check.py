@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from components.config import ConfigError
+from components.section import ConfigError
 from components.target.chat import load_tokenizer
 from components.target.template_check import FAULTS, check_template
 from tests.chat_templates import FAMILIES, end_token_ids, family_tokenizer

@@ -5,7 +5,7 @@ from typing import Any
 
 from ray.train import Checkpoint
 
-from components.config import load_settings
+from components.config_loading import load_settings
 from components.training.job import Best
 from components.training.produce import best_checkpoints
 from components.training.stages import head_stage

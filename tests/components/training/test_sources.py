@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from components.config import ConfigError, Settings
+from components.config import Settings
 from components.data.capturing import CaptureWorker
 from components.data.extractors.interface import extractor_spec
 from components.data.features import record_features
@@ -15,6 +15,7 @@ from components.data.part_worker import PartTask, Piece
 from components.data.parts import part_name, part_names
 from components.data.shards import document_index, read_documents, read_input_ids, read_shard
 from components.data.streaming import Place, StreamWorker
+from components.section import ConfigError
 from components.storage import Location
 from components.training.job import run_training
 from components.training.setup import HeadSpec, build_trainer, feature_scale, split_entries

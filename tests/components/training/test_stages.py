@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from components.config import load_settings
+from components.config_loading import load_settings
 from components.data.stages import features_stage
 from components.stage import Artifact, Stage
 from components.storage import Location
