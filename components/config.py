@@ -117,6 +117,9 @@ class DataConfig(Section):
     rows beyond a cap do not count."""
     max_attempts: Count = 3
     """Times that a row, alone, may end an engine or a capture worker before it is set apart; the other rows are kept."""
+    stall_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
+    """An engine or a capture worker that does nothing for this long hangs: it is ended and started again, and its rows count as having
+    ended it. It must have the time to start, and for one step of the engine or one batch of a capture."""
     extractor: Literal["transformers", "vllm"] = "transformers"
     """What runs the target for its hidden states: transformers, or vLLM for targets that need several GPUs (`resources.features.engine`)."""
     mode: Literal["store", "stream"] = "store"

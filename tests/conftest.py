@@ -12,6 +12,7 @@ from pathlib import Path
 
 import boto3
 import httpx
+import psutil
 import pytest
 import ray
 
@@ -158,6 +159,14 @@ def end_process_group(process: subprocess.Popen[bytes]) -> None:
             return
         except subprocess.TimeoutExpired:
             continue
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and not only waits for its parent to look."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def free_port() -> int:

@@ -108,6 +108,7 @@ class AnswerWorker(PartWorker):
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 self._on_answer(self._waiting.pop(output.request_id), output)
+            self.alive()
 
     def num_rows(self, task: PartTask) -> int:
         return len(self._prompts(task))

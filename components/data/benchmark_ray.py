@@ -72,6 +72,7 @@ def _job_s(output: Location, rows_per_part: int, num_parts: int) -> float:
         resources=StageResources(),
         env={},
         max_attempts=1,
+        stall_timeout_s=600.0,
     )
     started = time.perf_counter()
     make_parts(job, [PartTask(number) for number in range(num_parts)])

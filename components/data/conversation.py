@@ -54,7 +54,7 @@ def _check_surrogates(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RowError(Reason.LONE_SURROGATE, f"{error.object[error.start]!r}") from None
+        raise RowError(Reason.LONE_SURROGATE, f"{error.object[error.start]!r} is half a character") from None
 
 
 def _split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
@@ -81,7 +81,10 @@ def _check_tool_results(turns: list[Message]) -> None:
 def _from_first_user(turns: list[Message]) -> tuple[list[Message], Reason | None]:
     start = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
     if start is None:
-        raise RowError(Reason.NO_USER_TURN, f"{len(turns)} other turns")
+        raise RowError(
+            Reason.NO_USER_TURN,
+            f"only turns of {', '.join(sorted({turn['role'] for turn in turns}))}" if turns else "no turn at all",
+        )
     return turns[start:], Reason.STARTS_WITH_ASSISTANT if start else None
 
 

@@ -71,6 +71,7 @@ def record_features(
         resources=settings.resources.features,
         env=extractor.env,
         max_attempts=settings.data.max_attempts,
+        stall_timeout_s=settings.data.stall_timeout_s,
     )
     make_parts(job, [PartTask(int(re.sub(r"\D", "", name))) for name in part_names(responses)])
     outcome = conclude("features", output, settings.data.max_dropped_fraction)

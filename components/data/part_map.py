@@ -22,19 +22,20 @@ from components.config import StageResources
 from components.data.part_worker import PartRunner, PartTask, PartWorker
 from components.data.parts import part_name
 from components.data.pieces import parts_in_pieces
-from components.data.progress import Stop, progress_lines, start_progress
+from components.data.progress import (
+    DEATHS_PER_ATTEMPT,
+    Progress,
+    Stop,
+    WorkersFailed,
+    progress_lines,
+    start_beside_driver,
+)
 from components.storage import Location
 
 log = logging.getLogger("aerie")
 
 PARTS_PER_CALL = 4  # an engine then never runs dry between two parts
-DEATHS_PER_ATTEMPT = 10
-"""Deaths in a row, for each of `max_attempts`, that a job bears while nothing is done: a handful of deadly rows."""
 MAX_FAILED_RUNS = 3
-
-
-class WorkersFailed(Exception):
-    """Workers of a stage could not start, or died and died again with nothing done in between."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class PartJob:
     env: Mapping[str, str]
     max_attempts: int
     """Times that a row may end a worker before it is given up."""
+    stall_timeout_s: float
+    """A worker that gives no sign of life for so long is ended."""
 
 
 def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> None:
@@ -67,7 +70,7 @@ def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> None:
         log.info("%s: %d of %d parts are there already", job.title, len(tasks) - len(pending), len(tasks))
     if not pending:
         return
-    progress = start_progress(job.resources.replicas + DEATHS_PER_ATTEMPT * job.max_attempts)
+    progress = start_beside_driver(Progress, job.resources.replicas + DEATHS_PER_ATTEMPT * job.max_attempts)
     failed_runs = 0
     while pending:
         try:
@@ -120,7 +123,14 @@ def _run(job: PartJob, tasks: Sequence[PartTask], progress: Any) -> None:
     with _quiet_context(), figures:
         done = ray.data.from_items(calls, override_num_blocks=len(calls)).map(
             PartRunner,
-            fn_constructor_args=(job.worker, job.output, progress, job.worker_args, job.max_attempts),
+            fn_constructor_args=(
+                job.worker,
+                job.output,
+                progress,
+                job.worker_args,
+                job.max_attempts,
+                job.stall_timeout_s,
+            ),
             compute=ray.data.ActorPoolStrategy(
                 size=min(job.resources.replicas, len(calls)), max_tasks_in_flight_per_actor=1
             ),

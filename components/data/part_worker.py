@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -15,10 +16,11 @@ import ray
 from components.data.parts import part_name
 from components.data.pieces import Pieces
 from components.data.progress import Failure
+from components.data.verdict import ERROR, STALLED, Verdict
+from components.data.watchdog import LAST_WORDS_TIMEOUT_S, Watchdog
 from components.storage import Location, is_full
 
 REPORT_INTERVAL_S = 1.0
-SILENT_DEATH = "the worker's process ended without a word"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class PartWorker:
         self._report = report
         self._unreported: Counter[str] = Counter()
         self._reported_at_s = time.monotonic()
+        self.seen_at_s = time.monotonic()
+        """When it last gave a sign of life."""
 
     def make(self, pieces: list[Piece]) -> None:
         """Write the file of every piece, each the moment it is complete."""
@@ -72,8 +76,13 @@ class PartWorker:
         """Write the file of a piece that cannot be made: an account of its rows, and what its draft has."""
         raise NotImplementedError
 
+    def alive(self) -> None:
+        """Give a sign of life: called wherever a hung engine would not come back to."""
+        self.seen_at_s = time.monotonic()
+
     def count(self, **done: int) -> None:
         """Add to the figures of the progress lines."""
+        self.alive()
         self._unreported.update(done)
         if time.monotonic() - self._reported_at_s >= REPORT_INTERVAL_S:
             self.flush()
@@ -100,22 +109,29 @@ class PartRunner:
         progress: Any,
         worker_args: tuple[Any, ...],
         max_attempts: int,
+        stall_timeout_s: float,
     ) -> None:
         self._start = lambda: worker(output, self._report, *worker_args)
         self._output, self._progress, self._max_attempts = output, progress, max_attempts
         self._worker: PartWorker | None = None
+        self._watchdog = Watchdog(stall_timeout_s, self._seen_at_s, self._on_stall)
+        self._called_at_s = time.monotonic()
+        self._failure: Failure = "start"
+        self._note: Callable[[Verdict], None] = lambda verdict: None
+        """Leaves word of why the piece that is being made failed."""
 
     def __call__(self, call: dict[str, Any]) -> dict[str, Any]:
         if not ray.get(self._progress.begin.remote()):
             return {"parts": 0}
         tasks = [PartTask(**task) for task in call["tasks"]]
-        failure: Failure = "start"
-        try:
-            self._worker = self._worker or self._start()
-            failure = "rows"
-            self._make(self._worker, tasks)
-        except Exception as error:
-            self._end("storage" if is_full(error) else failure)
+        self._called_at_s, self._failure = time.monotonic(), "start"
+        with self._watchdog.watching():
+            try:
+                self._worker = self._worker or self._start()
+                self._failure = "rows"
+                self._make(self._worker, tasks)
+            except Exception as error:
+                self._end("storage" if is_full(error) else self._failure)
         return {"parts": len(tasks)}
 
     def _make(self, worker: PartWorker, tasks: list[PartTask]) -> None:
@@ -132,15 +148,36 @@ class PartRunner:
         for rows in pieces.left():
             piece = Piece(task, pieces.file(rows), rows, pieces.draft(rows))
             if pieces.is_lost(rows):
-                words = pieces.last_words(rows)
-                worker.lose(piece, "worker_error" if words else "worker_died", words or SILENT_DEATH)
+                worker.lose(piece, *pieces.verdict(rows))
             else:
-                _try(worker, pieces, piece, rows)
+                self._try(worker, pieces, piece, rows)
             pieces.end(rows)
+            worker.alive()
         pieces.join(self._part(task), worker.schema)
+
+    def _try(self, worker: PartWorker, pieces: Pieces, piece: Piece, rows: range) -> None:
+        pieces.begin(rows)
+        self._note = partial(pieces.fail, rows)
+        try:
+            worker.make([piece])
+        except Exception:
+            with suppress(OSError):
+                self._note(Verdict(ERROR, traceback.format_exc()))
+            raise
+        finally:
+            self._note = lambda verdict: None
+        worker.flush()
 
     def _part(self, task: PartTask) -> Location:
         return self._output.join(part_name(task.number))
+
+    def _seen_at_s(self) -> float:
+        return max(self._called_at_s, self._worker.seen_at_s if self._worker else 0.0)
+
+    def _on_stall(self, words: str) -> None:
+        with suppress(OSError):
+            self._note(Verdict(STALLED, words))
+        ray.get(self._progress.fail.remote(self._failure, words), timeout=LAST_WORDS_TIMEOUT_S)
 
     def _report(self, done: Mapping[str, int]) -> None:
         ray.get(self._progress.add.remote(done))
@@ -150,14 +187,3 @@ class PartRunner:
             ray.get(self._progress.fail.remote(failure, traceback.format_exc()))
         finally:
             os._exit(1)
-
-
-def _try(worker: PartWorker, pieces: Pieces, piece: Piece, rows: range) -> None:
-    pieces.begin(rows)
-    try:
-        worker.make([piece])
-    except Exception:
-        with suppress(OSError):
-            pieces.fail(rows, traceback.format_exc())
-        raise
-    worker.flush()

@@ -161,7 +161,7 @@ def conclude(stage: str, output: Location, max_dropped_fraction: float) -> Outco
             total.add(account)
     rows = total.rows()
     log.info("%s: %s", stage, rows.table())
-    check_rows(rows, max_dropped_fraction, stage)
+    check_rows(rows, max_dropped_fraction, stage, output.join(QUARANTINE).uri)
     return Outcome(facts=dict(total.figures), rows=rows)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from components.data.parts import PartAccount, open_part, part_writer, read_account
+from components.data.verdict import SILENT_DEATH, Verdict
 from components.storage import Location
 
 PIECES = "_pieces"
@@ -57,13 +58,14 @@ class Pieces:
         """Note that their file is written."""
         self._done.add(rows)
 
-    def fail(self, rows: range, words: str) -> None:
+    def fail(self, rows: range, verdict: Verdict) -> None:
         """Note why they failed."""
-        self._last_try(rows).write_bytes(words.encode())
+        self._last_try(rows).write_bytes("\n".join(verdict).encode())
 
-    def last_words(self, rows: range) -> str:
-        """What the worker said when these rows last failed; nothing where its process was ended."""
-        return self._last_try(rows).read_bytes().decode()
+    def verdict(self, rows: range) -> Verdict:
+        """Why these rows last failed."""
+        reason, _, detail = self._last_try(rows).read_bytes().decode().partition("\n")
+        return Verdict(reason, detail) if reason else SILENT_DEATH
 
     def file(self, rows: range) -> Location:
         return self._place(rows, "parquet")

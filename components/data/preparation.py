@@ -15,6 +15,7 @@ from components.data.sources import blamed_on
 from components.data.splits import Split
 from components.data.template import renderable
 from components.rows import RowAccount
+from components.section import ConfigError
 
 log = logging.getLogger("aerie")
 
@@ -31,6 +32,23 @@ class Prepared:
     """Rows that are not used, but for those over a cap: they are only counted."""
     rows: RowAccount
     facts: dict[str, Any]
+
+    def check(self, quarantine: str) -> None:
+        """Raises ConfigError when nothing is left to train on: no later stage could make anything of it."""
+        if "train" in self.splits.values():
+            return
+        if not self.prompts:
+            raise ConfigError(
+                "data.prompts",
+                f"no prompt is left ({self.rows.table()})",
+                f"{quarantine} says what is wrong with each row",
+            )
+        found = ", ".join(f"{side} {count}" for side, count in self.facts["splits"].items())
+        raise ConfigError(
+            "data.prompts",
+            f"none of the {len(self.prompts)} prompts is to be trained on ({found})",
+            "add prompts of families that data.held_out_families does not name, or lower data.validation_fraction",
+        )
 
 
 def prepare_prompts(

@@ -19,8 +19,14 @@ Failure = Literal["rows", "start", "storage"]
 
 PROGRESS_INTERVAL_S = 10.0
 MAX_FAILED_STARTS = 3
+DEATHS_PER_ATTEMPT = 10
+"""Deaths in a row, for each of `max_attempts`, that a job bears while nothing is done: a handful of deadly rows."""
 LAST_WORDS = 2000
 """Characters that are kept of a traceback."""
+
+
+class WorkersFailed(Exception):
+    """Workers of a stage could not start, or died and died again with nothing done in between."""
 
 
 class Stop(NamedTuple):
@@ -80,11 +86,10 @@ class Progress:
         return dict(self._done)
 
 
-def start_progress(max_calls_without_progress: int) -> Any:
-    """A `Progress` actor on the driver's own node: the workers of all other nodes should outlive any one of them."""
+def start_beside_driver(actor: type, *arguments: Any) -> Any:
+    """An actor on the driver's own node: the workers of all other nodes should outlive any one of them."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(num_cpus=0)(Progress).options(scheduling_strategy=here)
-    return actor.remote(max_calls_without_progress)
+    return ray.remote(num_cpus=0)(actor).options(scheduling_strategy=here).remote(*arguments)
 
 
 @contextmanager

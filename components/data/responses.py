@@ -56,6 +56,7 @@ def answer_prompts(
         resources=resources,
         env=engine_env(resources, in_process=True),
         max_attempts=settings.data.max_attempts,
+        stall_timeout_s=settings.data.stall_timeout_s,
     )
     make_parts(job, [PartTask(part.number, part.start, part.num_bytes) for part in ranges])
     return conclude("responses", output, settings.data.max_dropped_fraction)

@@ -12,7 +12,7 @@ from typing import Any
 
 from components.config import PromptSource, Settings
 from components.data import forecasts
-from components.data.parts import write_quarantine
+from components.data.parts import QUARANTINE, write_quarantine
 from components.data.preparation import prepare_prompts, without_choices
 from components.data.prompt_list import PROMPTS, write_prompts
 from components.data.sources import blamed_on, source_identity
@@ -39,7 +39,9 @@ def prompts_stage(settings: Settings) -> Stage:
         write_quarantine(output.location, map(asdict, prepared.lost))
         log.info("prompts: %s", prepared.rows.table())
         _report(output, prepared.rows)
-        check_rows(without_choices(prepared.rows), data.max_dropped_fraction, "prompts")
+        quarantine = output.join(QUARANTINE).uri
+        check_rows(without_choices(prepared.rows), data.max_dropped_fraction, "prompts", quarantine)
+        prepared.check(quarantine)
         return Outcome(prepared.facts, prepared.rows)
 
     return Stage(

@@ -72,7 +72,8 @@ def kv_capacity_tokens(engine: LLMEngine) -> int | None:
     """Tokens that the engine's KV cache has room for, from its metrics; None where they do not say."""
     for metric in engine.get_metrics():
         if isinstance(metric, Gauge) and metric.name == "vllm:cache_config_info":
-            return int(metric.labels["kv_cache_size_tokens"])
+            size = metric.labels.get("kv_cache_size_tokens", "")
+            return int(size) if size.isdigit() else None
     return None
 
 

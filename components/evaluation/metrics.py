@@ -24,6 +24,7 @@ def metrics_of_evaluation(facts: Mapping[str, Any]) -> dict[str, float]:
         if not arm["problems"]:
             figures |= {f"eval/{name}/{figure}": arm[figure] for figure in ARM_FIGURES}
             figures |= {f"eval/{name}/accepted_at_{i}": rate for i, rate in enumerate(arm["accepted_at"], 1)}
+            figures |= _bounds(f"eval/{name}", arm.get("intervals", {}).get("al"))
     for task, entry in facts["tasks"].items():
         for name, arm in entry["arms"].items():
             if not facts["arms"][name]["problems"] and not arm.get("problems"):
@@ -39,4 +40,9 @@ def _task_figures(prefix: str, arm: Mapping[str, Any]) -> dict[str, float | None
     figures = {f"{prefix}/{figure}": arm[figure] for figure in TASK_FIGURES}
     for figure in ("al", "score"):
         figures[f"{prefix}/{figure}"] = arm[figure]["estimate"] if arm[figure] else None
-    return figures
+    return figures | _bounds(prefix, arm["al"])
+
+
+def _bounds(prefix: str, al: Mapping[str, float | None] | None) -> dict[str, float | None]:
+    """Of AL's interval; None where there were too few prompts for one."""
+    return {} if al is None else {f"{prefix}/al_{side}": al[side] for side in ("low", "high")}

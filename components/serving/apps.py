@@ -26,6 +26,7 @@ SERVED_CODE = (
     "arm_server",
     "assignment",
     "dealing",
+    "delivery",
     "ejection",
     "exchange",
     "gateway",

@@ -12,6 +12,7 @@ from ray.serve import Application
 from ray.serve.llm import LLMConfig, LLMServer, build_llm_deployment
 from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
 
+from components.serving.delivery import Delivering
 from components.serving.protocol import error_body
 
 REQUEST_TYPES = {"chat": ChatCompletionRequest, "completions": CompletionRequest}
@@ -49,8 +50,8 @@ class LocalModel(CallbackBase):
         self.ctx.run_init_node = False
 
 
-class ArmServer(LLMServer):
-    """ray.serve.llm's server with one more method, and without the usage report (a process of its own, 400 MB)."""
+class ArmServer(Delivering, LLMServer):
+    """ray.serve.llm's server that delivers to the router, and without the usage report (a process of its own, 400 MB)."""
 
     async def _start_engine(self) -> None:
         await self.engine.start()

@@ -48,13 +48,13 @@ class Exchange:
     async def respond(self) -> Response:
         """The client's response; the arm's first item decides the status, so nothing is sent before it is here."""
         try:
-            first = await self.call.next_item()
+            first = await self.call.next_items()
             if first is None:
                 raise ApiError(502, f"arm {self.asked.arm} gave no answer", EMPTY_ANSWER)
-            raise_if_error(first)
+            raise_if_error(first[0])
             if self.asked.stream:
                 return _Stream(self, first)
-            return self._answer(first)
+            return self._answer(first[0])
         except ApiError as error:
             self.finish(error)
             return JSONResponse(error.body, error.status, self.headers)
@@ -83,24 +83,31 @@ class Exchange:
         self.finish(EMPTY_ANSWER if self.meter.is_empty else None)
         return JSONResponse(answer, headers=self.headers)
 
-    async def relay(self, first: str) -> AsyncIterator[str]:
-        """The stream's events for the client; a failure is one of them, for the status has been sent."""
-        item: Any = label_event(first, {"arm": self.asked.arm, "head": self.asked.head})
+    async def relay(self, first: list[Any]) -> AsyncIterator[str]:
+        """The stream's events for the client, those that are there at once in one piece; a failure is an event, for the status has been sent."""
+        label = {"arm": self.asked.arm, "head": self.asked.head}
+        items: list[Any] | None = [label_event(first[0], label), *first[1:]]
+        shown: list[str] = []
         try:
-            while item is not None:
-                raise_if_error(item)
-                is_end = item.startswith(STREAM_END)
-                if is_end:  # counted before it is sent: who has the answer finds it in the figures
-                    self.finish(EMPTY_ANSWER if self.meter.is_empty else None)
-                if not self.meter.read_event(item) or self.asked.show_usage:
-                    yield item
-                if is_end:
-                    return
-                item = await self.call.next_item()
+            while items is not None:
+                for item in items:
+                    raise_if_error(item)
+                    is_end = item.startswith(STREAM_END)
+                    if is_end:  # counted before it is sent: who has the answer finds it in the figures
+                        self.finish(EMPTY_ANSWER if self.meter.is_empty else None)
+                    if not self.meter.read_event(item) or self.asked.show_usage:
+                        shown.append(item)
+                    if is_end:
+                        yield "".join(shown)
+                        return
+                if shown:
+                    yield "".join(shown)
+                    shown = []
+                items = await self.call.next_items()
             raise ApiError(502, f"the stream of arm {self.asked.arm} broke off", "broken_stream")
         except ApiError as error:
             self.finish(error)
-            yield f"data: {json.dumps(error.body)}\n\n{STREAM_END}\n\n"
+            yield f"{''.join(shown)}data: {json.dumps(error.body)}\n\n{STREAM_END}\n\n"
         finally:
             self.finish(CLIENT_CLOSED)
 
@@ -119,7 +126,7 @@ class Exchange:
 class _Stream(StreamingResponse):
     """A stream that ends its exchange even when the client has left before the first event."""
 
-    def __init__(self, exchange: Exchange, first: str) -> None:
+    def __init__(self, exchange: Exchange, first: list[Any]) -> None:
         super().__init__(exchange.relay(first), media_type="text/event-stream", headers=exchange.headers)
         self._exchange = exchange
 

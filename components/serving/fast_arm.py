@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from components.serving.delivery import Delivering
 from components.serving.protocol import STREAM_END
 
 MAX_ONGOING_REQUESTS = 1000
@@ -28,7 +29,7 @@ SPECULATION = {
 
 @serve.deployment(name="fast", max_ongoing_requests=MAX_ONGOING_REQUESTS, ray_actor_options={"num_cpus": 0})
 @serve.ingress()
-class FastArm:
+class FastArm(Delivering):
     """Streams `chunks` chunks, one every `pace_s` seconds, or answers at once; both numbers come with the request."""
 
     def __serve_build_asgi_app__(self) -> Starlette:

@@ -7,6 +7,7 @@ Serve copies the class as it is when its decorator runs, so what it calls is imp
 import asyncio
 from typing import Any
 
+import ray
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
@@ -15,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from components.serving.api import make_api
+from components.serving.delivery import Inbox
 from components.serving.gateway import Gateway
 from components.serving.listing import keep_routing
 from components.serving.routing import Routing
@@ -47,20 +49,23 @@ class Router:
     def __init__(self) -> None:
         self._gateway = Gateway(self._ask, self._keep)
         self._handles: dict[str, DeploymentHandle] = {}
+        self._inbox = Inbox()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return make_api(self._gateway)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:  # async: in the loop that the requests run in
+        await self._inbox.open(ray.util.get_node_ip_address())  # loopback where Ray is on loopback
         self._gateway.configure(Routing.model_validate(user_config))
 
     def _ask(self, application: str, route: str, body: dict[str, Any]) -> Upstream:
-        return self._handle(application).answer.remote(route, body)
+        handle = self._handle(application)
+        return self._inbox.call(lambda reply_to: handle.deliver.remote(route, body, reply_to))
 
     def _handle(self, application: str) -> DeploymentHandle:
         if application not in self._handles:
             try:
-                self._handles[application] = serve.get_app_handle(application).options(stream=True)
+                self._handles[application] = serve.get_app_handle(application)
             except RayServeException as error:
                 raise LookupError(str(error)) from None
         return self._handles[application]

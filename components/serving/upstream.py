@@ -11,12 +11,16 @@ from components.serving.protocol import STREAM_ERROR, ApiError
 ARM_KILLED = "arm_killed"
 
 
+class ArmFailed(Exception):
+    """An arm's answer broke off; says the kind of failure and no more."""
+
+
 class Upstream(Protocol):
-    """What a Serve handle's streaming call gives: items, until the end or until it is cancelled."""
+    """An arm's items, as many as are there each time, until the end or until it is cancelled: one dict, or strings of a stream's events."""
 
-    def __aiter__(self) -> AsyncIterator[Any]: ...
+    def __aiter__(self) -> AsyncIterator[list[Any]]: ...
 
-    async def __anext__(self) -> Any: ...
+    async def __anext__(self) -> list[Any]: ...
 
     def cancel(self) -> None: ...
 
@@ -33,8 +37,8 @@ class Call:
     killed: bool = False
     _waiting: asyncio.Timeout | None = field(default=None, init=False)
 
-    async def next_item(self) -> Any:
-        """The arm's next item; None at the end.
+    async def next_items(self) -> list[Any] | None:
+        """What has come from the arm, once there is something; None at the end.
 
         Raises:
             ApiError: 504 when the arm says nothing for too long, 502 when it fails, 503 when it was killed.
@@ -51,13 +55,15 @@ class Call:
                 raise self._was_killed() from None
             said_nothing = f"arm {self.arm} said nothing for {self.timeout_s:g} s"
             raise ApiError(504, said_nothing, "arm_timeout") from None
-        except Exception as error:  # whatever the engine raised arrives wrapped by Ray
+        except ArmFailed as error:
+            raise ApiError(502, f"arm {self.arm} failed: {error}", "arm_failed") from None
+        except Exception as error:  # of Serve: the replica died, or takes no more
             raise ApiError(502, f"arm {self.arm} failed: {type(error).__name__}", "arm_failed") from error
         finally:
             self._waiting = None
 
     def kill(self) -> None:
-        """Ends the call: whoever waits for its next item is told so now."""
+        """Ends the call: whoever waits for its next items is told so now."""
         self.killed = True
         if self._waiting is not None:
             self._waiting.reschedule(asyncio.get_running_loop().time())

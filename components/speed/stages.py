@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from components.config import PromptSource, Settings
 from components.data.sources import blamed_on, source_identity
 from components.evaluation.arms import Arm, baseline_arms
+from components.evaluation.forecasts import MEASURING_SHARE
 from components.evaluation.processes import FreshProcesses
 from components.evaluation.stages import (
-    MEASURING_SHARE,
     candidate_heads,
     champion_head,
     engine_identity,
@@ -23,6 +23,7 @@ from components.evaluation.summary import CANDIDATE, CHAMPION, NONE, needed_arms
 from components.forecast import Forecast, target_parameters
 from components.publishing.drafts import draft_keys
 from components.speed.dynamic import SUFFIX, dynamic_server, judge, why_not
+from components.speed.metrics import metrics_of_speed
 from components.speed.sweep import SCHEDULE, Point, Served, num_requests, num_servers, points, servers
 from components.stage import Artifact, Outcome, Output, Stage
 from components.target.engine import engine_env
@@ -78,7 +79,7 @@ def _measure(settings: Settings, inputs: Mapping[str, Artifact], output: Output)
     from components.speed.inputs import write_inputs
     from components.speed.loads import load_all
     from components.speed.measuring import Job
-    from components.speed.summary import best_k, metrics, summarise
+    from components.speed.summary import best_k, summarise
 
     path = str(target_path(inputs["target"]))
     tasks = write_inputs(settings, path, inputs["responses"].location, output.location)
@@ -94,13 +95,13 @@ def _measure(settings: Settings, inputs: Mapping[str, Artifact], output: Output)
         scheduled = [dynamic_server(arm, best[arm.name]) for arm in speculating if refused[arm.name] is None]
         files += _sweep(processes, job, scheduled, [load for load in loads if load.request_rate is None])
     measured = load_all(files)
-    output.report(metrics(measured), 0)
     facts = summarise(measured) | {
         "as_served": compare_as_served(measured, *_compared(arms), settings.publish.gate),
         "tasks": tasks,
         "tokens": sum(load.total("output_tokens") for load in measured),
         "dynamic": {arm.name: _dynamic(measured, arm, refused[arm.name], scheduled) for arm in speculating},
     }
+    output.report(metrics_of_speed(facts), 0)
     output.join("speed.json").write_bytes(json.dumps(facts, indent=1, sort_keys=True).encode())
     for row in facts["points"]:
         if row["invalid"]:

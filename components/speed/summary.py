@@ -53,19 +53,6 @@ def best_k(loads: Sequence[Load], arm: str) -> dict[int, int]:
     return {c: best.num_speculative_tokens or 0 for c, best in recommended(loads, arm)[OVERALL].items()}
 
 
-def metrics(loads: Sequence[Load]) -> dict[str, float]:
-    """Figures for MLflow; an invalid load has none."""
-    figures: dict[str, float] = {}
-    for load in loads:
-        k, point = load.num_speculative_tokens or 0, load.point
-        rate = f"_rate{point.rate:g}" if point.request_rate else ""
-        place = f"speed/{load.arm}/k{k}/{point.task}/c{point.concurrency}{rate}"
-        values = {"tokens_per_s": load.tokens_per_s, "al": load.al}
-        values |= {f"{name}_{p}": value for name, shares in load.latencies.items() for p, value in shares.items()}
-        figures |= {f"{place}/{name}": value for name, value in values.items() if value is not None}
-    return figures
-
-
 def compare(loads: Sequence[Load], off: Sequence[Load], bootstrap: Bootstrap) -> Interval | None:
     """Tokens/s of the loads / those of others at the same points, over the prompts of all of them; None with an invalid one."""
     if any(load.invalid for load in (*loads, *off)):

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from components.config import Settings
 from components.data.extractors.interface import extractor_spec
-from components.data.parts import write_quarantine
+from components.data.parts import QUARANTINE, write_quarantine
 from components.data.streaming import UNUSABLE
 from components.data.vocabulary import read_used_ids
 from components.draft.checkpoint import save_head
@@ -132,7 +132,7 @@ def _streamed_rows(settings: Settings, inputs: Mapping[str, Artifact], output: O
     total = inputs["features"].facts["streamed_documents"]
     rows = RowAccount(total, total - len(lost), failed=dict(Counter(row["reason"] for row in lost)))
     log.info("head: documents %s", rows.table())
-    check_rows(rows, settings.data.max_dropped_fraction, "head")
+    check_rows(rows, settings.data.max_dropped_fraction, "head", output.join(QUARANTINE).uri)
     return rows
 
 

@@ -267,10 +267,10 @@ def test_truncated_rows_are_kept_rows_lost_ones_are_counted() -> None:
 
 def test_too_many_lost_rows_fail_with_the_table() -> None:
     account = RowAccount(rows_in=10, kept=8, dropped={"empty": 1}, failed={"template": 1})
-    check_rows(account, 0.2, "prompts")
-    with pytest.raises(TooManyRowsLost, match=r"prompts: 20.0%.*dropped\[empty\] 1, failed\[template\] 1"):
-        check_rows(account, 0.19, "prompts")
-    check_rows(RowAccount(0, 0), 0.0, "prompts")
+    check_rows(account, 0.2, "prompts", "q.jsonl")
+    with pytest.raises(TooManyRowsLost, match=r"prompts: 20.0%.*dropped\[empty\] 1, failed\[template\] 1.*q\.jsonl"):
+        check_rows(account, 0.19, "prompts", "q.jsonl")
+    check_rows(RowAccount(0, 0), 0.0, "prompts", "q.jsonl")
 
 
 def slow_stage(storage: Location, pause_s: str) -> subprocess.Popen[str]:

@@ -27,7 +27,7 @@ from components.serving.listing import connect
 from components.serving.records import LiveRecord, decode_records
 from components.storage import Location
 from components.target.chat import load_tokenizer, render
-from pipelines.cli import read_settings
+from pipelines.run_options import RunOptions
 from tests.cluster import RayHead
 from tests.components.evaluation.heads import make_permutation_heads
 from tests.components.serving.engines import EngineCounters
@@ -78,7 +78,7 @@ def project(
     )
     tokenizer = load_tokenizer(target)
     prompts = [render(tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
-    settings = read_settings(project.config, None, [])
+    settings = RunOptions(project.config).settings()
     right, wrong = make_permutation_heads(target, cycle, prompts, NUM_TOKENS, K)
     for name, head, al in (("wrong", wrong, 1.0), ("right", right, 4.0)):
         version = register_head(settings, save_head(head, folder / name, torch.float32), al)
@@ -88,7 +88,7 @@ def project(
 
 
 def test_traffic_decides_and_operators_move_it_while_every_request_ends_properly(project: Project) -> None:
-    settings = read_settings(project.config, None, [])
+    settings = RunOptions(project.config).settings()
     address = f"http://{settings.ab.host}:{project.port}"
     log = project.folder / "experiment.log"
     try:

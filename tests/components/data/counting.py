@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+import subprocess
 import time
 from collections import Counter
 
@@ -13,17 +15,17 @@ from components.data.part_worker import PartTask, PartWorker, Piece
 from components.data.parts import PartAccount, part_names, part_writer, read_columns
 from components.storage import Location
 
-MADE = "_made"
+MADE, HELPERS = "_made", "_helpers"
 
 
 class CountingWorker(PartWorker):
-    """Ends its process at a deadly number, and raises at an impossible one."""
+    """Ends its process at a deadly number, raises at an impossible one and hangs at an endless one."""
 
     schema = pa.schema([("number", pa.int64()), ("text", pa.string())])
 
-    def __init__(self, output, report, rows_per_part, deadly=(), impossible=(), text="", seconds_a_row=0.0):
+    def __init__(self, output, report, rows_per_part, deadly=(), impossible=(), endless=(), text="", seconds_a_row=0.0):
         super().__init__(output, report)
-        self.rows_per_part, self.deadly, self.impossible = rows_per_part, deadly, impossible
+        self.rows_per_part, self.deadly, self.impossible, self.endless = rows_per_part, deadly, impossible, endless
         self.text, self.seconds_a_row = text, seconds_a_row
         self.log = output.join(MADE, f"{time.time_ns()}").path
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -41,10 +43,19 @@ class CountingWorker(PartWorker):
             os._exit(9)
         if number in self.impossible:
             raise ArithmeticError(f"{number} is impossible")
+        if number in self.endless:
+            self.hang(number)
         with self.log.open("a") as made:
             made.write(f"{number}\n")
         self.count(rows=1)
         return {"number": number, "text": self.text}
+
+    def hang(self, number: int) -> None:
+        """Beside a process of its own, like an engine with workers: that one should not be left behind."""
+        helper = subprocess.Popen(["sleep", "1000"])
+        self.output.join(HELPERS, str(helper.pid)).write_bytes(b"")
+        while True:
+            time.sleep(1)
 
     def num_rows(self, task: PartTask) -> int:
         return self.rows_per_part
@@ -70,6 +81,15 @@ class FullDiskWorker(CountingWorker):
         return super().row(number)
 
 
+class LockingWorker(CountingWorker):
+    """At even numbers it hangs inside native code that holds Python's lock."""
+
+    def hang(self, number: int) -> None:
+        if number % 2:
+            super().hang(number)
+        re.match("(a+)+$", "a" * 100 + "b")  # takes 2 ** 100 steps
+
+
 class NoStartWorker(CountingWorker):
     def __init__(self, output, report, *args):
         raise OSError(errno.ENOENT, "there is no such model")
@@ -88,6 +108,7 @@ def counting_job(output: Location, *args, worker: type[PartWorker] = CountingWor
         resources=StageResources.model_validate(resources),
         env={},
         max_attempts=settings.pop("max_attempts", 3),
+        stall_timeout_s=settings.pop("stall_timeout_s", 600.0),
     )
 
 

@@ -9,8 +9,20 @@ from components.data.part_map import make_parts
 from components.data.part_worker import PartTask
 from components.data.parts import QUARANTINE, conclude, part_names
 from components.data.pieces import PIECES
+from components.data.progress import WorkersFailed
 from components.storage import Location
-from tests.components.data.counting import FullDiskWorker, counting_job, numbers_in, times_made
+from tests.components.data.counting import (
+    HELPERS,
+    FullDiskWorker,
+    LockingWorker,
+    NoStartWorker,
+    counting_job,
+    numbers_in,
+    times_made,
+)
+from tests.conftest import is_running
+
+STALL_TIMEOUT_S = 5.0
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -39,6 +51,29 @@ def test_only_the_row_that_ends_its_workers_is_lost(output):
     assert max(times_made(output).values()) <= 4
 
 
+def test_a_row_that_hangs_its_workers_is_lost_and_nothing_else(output):
+    """1 hangs every worker; 2 does as well, and holds Python's lock, so that no thread of its process can act."""
+    endless = {1, 2}
+    job = counting_job(
+        output, 1, (), (), endless, worker=LockingWorker, max_attempts=1, stall_timeout_s=STALL_TIMEOUT_S
+    )
+    make_parts(job, tasks(4))
+    assert numbers_in(output) == [0, 3]
+    rows = conclude("counting", output, 1.0).rows
+    assert (rows.kept, rows.failed) == (2, {"worker_stalled": 1, "worker_died": 1})
+    lost = {row["key"]: row for row in map(json.loads, output.join(QUARANTINE).read_bytes().splitlines())}
+    assert f"no sign of life for {STALL_TIMEOUT_S:g} s" in lost[1]["detail"]
+    assert "in hang" in lost[1]["detail"], "it does not say where it hung"
+    helpers = [int(name) for name in output.join(HELPERS).files()]
+    assert helpers
+    assert not [pid for pid in helpers if is_running(pid)]
+
+
+def test_a_worker_that_does_not_start_ends_the_job_with_its_words(output):
+    with pytest.raises(WorkersFailed, match=r"does not start(.|\n)*no such model"):
+        make_parts(counting_job(output, 4, worker=NoStartWorker), tasks(2))
+
+
 def test_a_full_disk_ends_the_job_and_keeps_what_is_done(output):
     with pytest.raises(OSError, match="No space left"):
         make_parts(counting_job(output, 4, worker=FullDiskWorker, replicas=1), tasks(4))
@@ -54,7 +89,7 @@ def test_the_driver_holds_no_rows(output):
     make_parts(counting_job(output.join("warm"), 1), tasks(2))
     process = psutil.Process()
     before = process.memory_info().rss
-    make_parts(counting_job(output, rows_per_part, (), (), text), tasks(num_parts))
+    make_parts(counting_job(output, rows_per_part, (), (), (), text), tasks(num_parts))
     outcome = conclude("counting", output, 0.0)
     grown = process.memory_info().rss - before
     written = sum(output.join(name).size_bytes() for name in part_names(output))

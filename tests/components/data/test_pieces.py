@@ -29,7 +29,7 @@ def work(output: Location, num_rows: int, deadly: set[int], max_attempts: int) -
     for rows in pieces.left():
         if pieces.is_lost(rows):
             account = PartAccount()
-            account.fail("worker_died", {"key": rows.start})
+            account.fail(pieces.verdict(rows).reason, {"key": rows.start})
             write(pieces.file(rows), range(0), account)
         else:
             pieces.begin(rows)

@@ -73,6 +73,21 @@ def test_an_empty_file_of_prompts_is_a_setting_to_mend(tiny_target, tmp_path):
         run_prompts(settings_for(file, tiny_target), Location(f"{tmp_path}/s"))
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt_ids": [9, 99_999]}, r"no prompt is left \(in 3, .*ids_out_of_vocabulary\] 3\)\. Fix: .*quarantine"),
+        ({"prompt": "Why?", "family": "explanation"}, r"none of the 3 prompts is to be trained on \(held_out 3\)"),
+    ],
+)
+def test_prompts_that_leave_nothing_to_train_on_are_a_setting_to_mend(tiny_target, tmp_path, row, message):
+    """No row of a shape that nobody knows: each is lost, or put aside, for a good reason of its own."""
+    file = write_rows(tmp_path / "asked.jsonl", [row] * 3)
+    settings = settings_for(file, tiny_target, "data.max_dropped_fraction=1", "data.deduplicate=off")
+    with pytest.raises(ConfigError, match=rf"data\.prompts: {message}"):
+        run_prompts(settings, Location(f"{tmp_path}/s"))
+
+
 def test_prompts_depend_on_content_and_not_on_the_folder(tiny_target, tmp_path):
     storage = Location(f"{tmp_path}/s")
     lax = "data.max_dropped_fraction=0.5"

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from components.config import BenchmarkConfig, Settings, load_settings
+from components.config import BenchmarkConfig, Settings
+from components.config_loading import load_settings
 from components.evaluation.benchmarks import benchmark_identity, load_rows, num_turns, read_benchmark, save_rows
 from components.evaluation.stages import evaluation_stage
 from components.section import ConfigError

@@ -7,6 +7,8 @@ from typing import Any
 
 from ray import serve
 
+from components.serving.delivery import Delivering
+
 CHUNK = 'data: {"choices": [{"delta": {"content": "x"}}]}\n\n'
 DONE = "data: [DONE]\n\n"
 SPECULATION = {
@@ -22,7 +24,7 @@ NUM_CHUNKS = 5
 PACE_S = 0.02
 
 
-class Faulty:
+class Faulty(Delivering):
     """Takes what it shall do from the request's field `do`; `always` overrides it."""
 
     def __init__(self, always: str | None = None) -> None:

@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 
 
 class LocalCall:
-    """An arm's items as a Serve handle gives them."""
+    """An arm's items as they come."""
 
     def __init__(self, items: AsyncIterator[Any]) -> None:
         self._items = items
@@ -29,8 +29,8 @@ class LocalCall:
     def __aiter__(self) -> "LocalCall":
         return self
 
-    async def __anext__(self) -> Any:
-        return await anext(self._items)
+    async def __anext__(self) -> list[Any]:
+        return [await anext(self._items)]
 
     def cancel(self) -> None:
         self._closing = asyncio.ensure_future(self._items.aclose())

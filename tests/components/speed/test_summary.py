@@ -5,7 +5,8 @@ import json
 import pytest
 
 from components.speed.loads import Load
-from components.speed.summary import best_k, metrics, recommended, summarise
+from components.speed.metrics import metrics_of_speed
+from components.speed.summary import best_k, recommended, summarise
 from tests.components.speed.loads import NUM_PROMPTS, TOKENS, make_load
 
 
@@ -63,7 +64,9 @@ def test_an_invalid_load_is_never_a_slow_one() -> None:
         figures = ("output_tokens_per_s", "ttft_ms", "al", "rounds", "against_off")
         assert [row[name] for name in figures] == [None] * len(figures)
     assert recommended(broken)["code"][8].num_speculative_tokens is None
-    assert not [name for name in metrics(broken) if name.startswith("speed/head/") and "/code/c8/" in name]
+    assert not [
+        name for name in metrics_of_speed(summarise(broken)) if name.startswith("speed/head/") and "/code/c8/" in name
+    ]
 
 
 def test_without_a_valid_baseline_nothing_is_recommended() -> None:
@@ -97,7 +100,7 @@ def test_a_cache_is_the_smallest_of_an_arms_ks_and_preemptions_are_summed() -> N
 
 
 def test_metrics_line_up_by_arm_k_task_and_load() -> None:
-    named = metrics([*loads(), make_load("head", 3, 8, 1.0, rate=0.5)])
+    named = metrics_of_speed(summarise([*loads(), make_load("head", 3, 8, 1.0, rate=0.5)]))
 
     assert named["speed/head/k3/code/c1/tokens_per_s"] == pytest.approx(2.0, rel=0.02)
     assert named["speed/none/k0/chat/c8/ttft_ms_p95"] == 2.0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from components.arm_config import ArmConfig
-from components.config import load_settings
+from components.config_loading import load_settings
 from components.evaluation.arms import Arm, baseline_arms, head_arm
 from components.section import ConfigError
 from components.speed import sweep
