@@ -25,8 +25,6 @@ from components.storage import Location
 log = logging.getLogger("aerie")
 
 RUN_KEY_TAG = "aerie.run_key"
-EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
-"""MLflow's pages then show training runs with their charts, and no traces."""
 METRICS_PER_CALL = 1000  # MLflow takes no more
 LEASE_TTL_S = 60.0  # of the right to make a run
 REFUSED_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)
@@ -137,7 +135,7 @@ class Tracker:
         if found is not None:
             return found.experiment_id
         try:
-            return self.client.create_experiment(self.experiment, tags=EXPERIMENT_TAGS)
+            return self.client.create_experiment(self.experiment)
         except MlflowException:  # another run was first
             return self.client.get_experiment_by_name(self.experiment).experiment_id
 

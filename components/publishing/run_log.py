@@ -15,6 +15,7 @@ from components.publishing import registry
 from components.publishing.bundle import BundleError, verify_bundle
 from components.publishing.evidence import Evidence, curves_of, metrics_of
 from components.publishing.note import note
+from components.publishing.tables import KEY_SHOWN
 from components.section import ConfigError
 from components.tracking import Tracker, public_address
 
@@ -30,8 +31,10 @@ def log_run(evidence: Evidence, tracker: Tracker) -> None:
     tracker.set_tags(
         {
             "aerie.verdict": "promote" if evidence.verdict.promote else "refuse",
-            registry.HEAD_DIGEST_TAG: evidence.head_digest,
-            registry.TARGET_DIGEST_TAG: evidence.target["digest"],
+            "aerie.head": evidence.head_digest[
+                :KEY_SHOWN
+            ],  # whole ones, in the version's tags, would hide their names on the page
+            "aerie.target": evidence.target["digest"][:KEY_SHOWN],
             registry.VLLM_TAG: evidence.vllm_version,
             MLFLOW_RUN_NOTE: note(evidence),
         }
@@ -59,10 +62,15 @@ def addresses(evidence: Evidence, tracker: Tracker, version: int) -> list[tuple[
     """(what, URL) of what the run left behind."""
     server = public_address(tracker.tracking_uri)
     return [
-        ("MLflow run", f"{server}/#/experiments/{tracker.experiment_id}/runs/{tracker.run_id}"),
+        ("MLflow run", run_page(server, tracker.experiment_id, tracker.run_id)),
         ("MLflow model", f"{server}/#/models/{evidence.settings.publish.name}/versions/{version}"),
         ("A/B endpoint", f"{evidence.ab['endpoint']}/v1"),
     ]
+
+
+def run_page(server: str, experiment_id: str, run_id: str) -> str:
+    """URL of a run, in the half of MLflow's pages that shows training; without the last part they open with traces and agents."""
+    return f"{server}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from components.publishing import tables
 from components.publishing.diagnosis import NOTHING, diagnose_outputs, diagnosis_tables
 from components.publishing.evidence import Evidence
 from components.publishing.registry import find_version
-from components.publishing.run_log import mlflow_errors
+from components.publishing.run_log import mlflow_errors, run_page
 from components.publishing.tables import Table
 from components.section import ConfigError
 from components.stage import Artifact
@@ -82,7 +82,7 @@ def _addresses(pipeline: Pipeline, publish: Artifact) -> list[tuple[str, str]]:
     facts, server = publish.facts, public_address(pipeline.settings.mlflow.tracking_uri)
     found = [
         ("MLflow", server),
-        ("  this run", f"{server}/#/experiments/{facts['experiment_id']}/runs/{facts['run_id']}"),
+        ("  this run", run_page(server, facts["experiment_id"], facts["run_id"])),
         ("  this head", f"{server}/#/models/{facts['name']}/versions/{facts['version']}{_missing(pipeline, publish)}"),
         ("Ray dashboard", _dashboard()),
         ("A/B endpoint", _endpoint(pipeline)),

@@ -108,10 +108,8 @@ def test_mlflows_pages_say_the_verdict_first(published: Pipeline) -> None:
     run, version = client.get_run(facts["run_id"]), client.get_model_version("report-head", facts["version"])
     note = run.data.tags["mlflow.note.content"]
     assert note.startswith("**Better than what is served.**")
-    assert f"| AL at K=3 | {published.artifacts['evaluation'].facts['arms']['candidate']['al']:.3f} |" in note
+    assert f"AL at K=3 {published.artifacts['evaluation'].facts['arms']['candidate']['al']:.3f}" in note
     assert version.description == note
-    kind = client.get_experiment(facts["experiment_id"]).tags["mlflow.experimentKind"]
-    assert kind == "custom_model_development"
 
 
 def test_a_diagnosis_is_read_from_finished_outputs(published: Pipeline, tmp_path: Path, mlflow_server: str) -> None:
@@ -134,7 +132,7 @@ def test_a_head_that_drafts_badly_has_its_diagnosis_in_report_and_note(tmp_path:
     note = pipeline.tracker.client.get_run(facts["run_id"]).data.tags["mlflow.note.content"]
     html = pipeline.artifacts["publish"].join("report.html").read_bytes().decode()
     assert symptom in text.getvalue()
-    assert f"- {symptom}" in note
+    assert f"\n\n{symptom}" in note
     assert symptom in html
 
 
