@@ -52,7 +52,7 @@ def find(client: MlflowClient, name: str, which: str) -> ModelVersion:
     """
     found = registry.find(client, name, which)
     if found is None:
-        known = ", ".join(sorted((v.version for v in client.search_model_versions(f"name = '{name}'")), key=int))
+        known = ", ".join(sorted((str(v.version) for v in client.search_model_versions(f"name = '{name}'")), key=int))
         raise ConfigError(
             "VERSION", f"{name} has no version or alias {which!r}", f"use one of {known}" if known else "publish first"
         )
