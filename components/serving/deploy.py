@@ -69,6 +69,8 @@ def deploy(service: Service, allow_gap: bool = False) -> str:
     """
     client = connect()
     _claim_address(client, service, allow_gap)
+    names = {application_name(service, arm) for arm in service.arms}
+    wait_until_gone(client, lambda name, status: name in names and status == "DELETING")
     live = client.get_serve_details()["applications"]
     foreign = others(live)
     arms = _arms(service, live)
@@ -109,7 +111,7 @@ def teardown() -> None:
         client.deploy_applications({"applications": list(others(applications).values())})
     else:
         client.delete_applications()
-    wait_until_gone(client)
+    wait_until_gone(client, lambda name, status: name.startswith(PREFIX))
 
 
 def _routing(live: Mapping[str, Any]) -> Routing | None:

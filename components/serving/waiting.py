@@ -3,15 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import httpx
+import requests
 from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from components.serving.apps import Service
-from components.serving.listing import PREFIX
 from components.serving.routing import Routing
 
 log = logging.getLogger("aerie")
@@ -34,12 +34,15 @@ def wait_until_running(client: ServeSubmissionClient, names: Sequence[str]) -> N
     """Until these applications run.
 
     Raises:
-        DeploymentFailed: one of them says that it failed, or nothing happens for very long.
+        DeploymentFailed: one of them says that it failed, Ray's dashboard goes away, or nothing happens for very long.
     """
     started = said = time.monotonic()
     explained = ""
     while True:
-        live = client.get_serve_details()["applications"]
+        try:
+            live = client.get_serve_details()["applications"]
+        except requests.ConnectionError as error:
+            raise DeploymentFailed(f"Ray's dashboard went away ({error}): repeat the command") from error
         _raise_for_failure(live, names)
         waiting = [name for name in names if live.get(name, {}).get("status") != "RUNNING"]
         now = time.monotonic()
@@ -148,9 +151,14 @@ def _requests(running: Mapping[str, int]) -> str:
     return ", ".join(f"{num} requests on {name}" for name, num in running.items())
 
 
-def wait_until_gone(client: ServeSubmissionClient) -> None:
+def wait_until_gone(client: ServeSubmissionClient, are_going: Callable[[str, str], bool]) -> None:
+    """Until Serve lists no application for which `are_going(name, status)` holds."""
     deadline = time.monotonic() + REMOVE_TIMEOUT_S
-    while ours := [n for n in client.get_serve_details()["applications"] if n.startswith(PREFIX)]:
+    while True:
+        listed = client.get_serve_details()["applications"]
+        left = sorted(name for name, application in listed.items() if are_going(name, application["status"]))
+        if not left:
+            return
         if time.monotonic() > deadline:
-            raise DeploymentFailed(f"still there after {REMOVE_TIMEOUT_S:.0f} s: {sorted(ours)}")
+            raise DeploymentFailed(f"still there after {REMOVE_TIMEOUT_S:.0f} s: {left}")
         time.sleep(POLL_S)

@@ -44,8 +44,8 @@ RATE = 6.0
 """Requests a second."""
 PROBES = 1
 """An engine that starts beside another one answers a request of the deployment's own first."""
-DEGRADED = 20.0
-"""At this temperature the target says anything, and nobody can draft it."""
+DEGRADED = 2.0
+"""At this temperature, the highest that vLLM takes, a draft is right about half of the time."""
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +91,11 @@ def test_traffic_decides_and_operators_move_it_while_every_request_ends_properly
     settings = RunOptions(project.config).settings()
     address = f"http://{settings.ab.host}:{project.port}"
     log = project.folder / "experiment.log"
+    command = project.command("--experiment", "--watch", pipeline="serve")
+    with log.open("w") as out:
+        experiment = subprocess.Popen(command, cwd=ROOT, env=os.environ | project.environment, stdout=out, stderr=out)
     try:
-        with EngineCounters() as engines, log.open("w") as out:
-            command = project.command("--experiment", "--watch", pipeline="serve")
-            experiment = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | project.environment, stdout=out, stderr=out
-            )
+        with EngineCounters() as engines:
             wait_until(lambda: "serves both heads" in log.read_text(), experiment, log)
             with OpenLoop(address, Path(settings.target.model).name, RATE, NUM_TOKENS) as load:
                 wait_until(lambda: champion(settings) == 2, experiment, log)
@@ -119,11 +118,13 @@ def test_traffic_decides_and_operators_move_it_while_every_request_ends_properly
         assert {reply.head[:2] for reply in load.replies} == {"v1", "v2"}
         check_figures(load, engines, address, project)
     finally:
+        experiment.kill()
+        experiment.wait()
         teardown()
 
 
 def wait_until(happens: Callable[[], bool], process: subprocess.Popen[bytes] | None, log: Path) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while not happens():
         ended = process is not None and process.poll() is not None
         assert not ended, log.read_text()
