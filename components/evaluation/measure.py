@@ -105,7 +105,7 @@ def _measure_set(
     engine: LLMEngine, arm: Arm, asked: PromptSet, options: MeasureOptions, target: str, engine_start_s: float
 ) -> ArmResult:
     timed = asked.prompts[: options.speed_prompts] if asked.is_timed else ()
-    speeds = _speed_pass(engine, arm, timed, options)
+    speeds = _speed_pass(engine, arm, timed, options) if timed else ()
     engine.reset_prefix_cache()  # or the answers pass would find its first prompts computed
     started, preempted = time.monotonic(), num_preemptions(engine)
     answers, counters = _answers_pass(engine, arm, asked, options.concurrency)

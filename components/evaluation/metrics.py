@@ -31,7 +31,7 @@ def metrics_of_evaluation(facts: Mapping[str, Any]) -> dict[str, float]:
                 figures |= _task_figures(f"eval/{name}/{task}", arm)
     for temperature, arms in facts.get("sampled", {}).items():
         for name, arm in arms.items():
-            if not arm["problems"]:
+            if not facts["arms"][name]["problems"] and not arm["problems"]:
                 figures |= _task_figures(f"eval/{name}/sampled_t{temperature}", arm)
     return {name: value for name, value in figures.items() if value is not None}
 

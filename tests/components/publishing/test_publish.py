@@ -103,7 +103,8 @@ def test_the_run_holds_figures_curves_plots_and_the_report(
     assert [m.step for m in history] == list(range(2, 9))  # step 1 is NaN
     files = {file.path for file in client.list_artifacts(found.info.run_id)}
     assert {"report.html", "verdict.json", "settings.json", "plots", "bundle"} <= files
-    assert len(client.list_artifacts(found.info.run_id, "plots")) == 7
+    plots = {Path(file.path).stem for file in client.list_artifacts(found.info.run_id, "plots")}
+    assert plots >= {"loss", "accuracy", "walked_al", "accepted", "tokens_per_s", "tokens_per_step", "task_al", "ab_al"}
 
 
 def test_the_same_job_again_writes_nothing_though_it_became_the_champion(
