@@ -84,7 +84,11 @@ def rehearsed_stages(
         write("features", {"part-00000.parquet": "features"}, {}, RowAccount(8, 8)),
         write("vocabulary", {"vocabulary.safetensors": "ids"}, {"size": 8}),
         head_stage(settings, quality, on_stage),
-        write("preflight", {"preflight.json": "{}"}, {"compared": 9, "equal": 9, "mismatches_at": [0, 0, 0], "cause": None}),
+        write(
+            "preflight",
+            {"preflight.json": "{}"},
+            {"compared": 9, "equal": 9, "mismatches_at": [0, 0, 0], "cause": None},
+        ),
         incumbent_stage(settings),
         evaluation_stage(settings, on_stage),
         speed_stage(settings),  # left out
