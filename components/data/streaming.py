@@ -6,29 +6,32 @@ further epochs is asked for the same documents again.
 """
 
 import json
+import os
+import time
+import traceback
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import ray
 import torch
 from torch import Tensor
 
 from components.data.capturing import features_problem
-from components.data.extractors.interface import ExtractorSpec
+from components.data.extractors.interface import Extractor, ExtractorSpec
+from components.data.progress import WorkersFailed
 from components.data.shards import StoredDocument, read_shard
+from components.data.trials import Place
+from components.data.verdict import ERROR, STALLED, Verdict
+from components.data.watchdog import LAST_WORDS_TIMEOUT_S, Watchdog
 from components.draft.batch import Document
 from components.storage import Location
+from components.target.layers import Captured
 
 OUTLINE_SHARDS_KEPT = 32
 UNUSABLE = "_unusable"
-
-
-class Place(NamedTuple):
-    """Where a document's outline lies."""
-
-    shard: str
-    row: int
 
 
 class Features(NamedTuple):
@@ -54,16 +57,39 @@ class Features(NamedTuple):
         return sum(array.nbytes for array in self)
 
 
-class StreamWorker:
-    """Holds the target and answers one call after another (a Ray actor)."""
+@dataclass(frozen=True)
+class StreamJob:
+    """What is captured and how, the same for all workers."""
 
-    def __init__(self, extractor: ExtractorSpec, outlines: Location, unusable: Location, cache_bytes: float) -> None:
-        self._extractor = extractor.start()
-        self._shard = lru_cache(maxsize=OUTLINE_SHARDS_KEPT)(partial(read_shard, outlines))
-        self._unusable = unusable
+    extractor: ExtractorSpec
+    outlines: Location
+    """Features output with the outline of every document."""
+    unusable: Location
+    """Folder of a note for each document that cannot be used."""
+    cache_bytes: float
+    """Memory of one worker for features of further epochs."""
+    stall_timeout_s: float
+
+
+class StreamWorker:
+    """Holds the target and answers one call after another (a Ray actor); Ray starts it again, with the call it had, when its process ends."""
+
+    def __init__(self, job: StreamJob, number: int, trials: Any) -> None:
+        """Starts nothing yet: a constructor that raised after a restart would be the actor's end.
+
+        Args:
+            job: What is captured.
+            number: The worker's own.
+            trials: Handle of the `Trials` of all workers.
+        """
+        self._job, self._number, self._trials = job, number, trials
+        self._extractor: Extractor | None = None
+        self._shard = lru_cache(maxsize=OUTLINE_SHARDS_KEPT)(partial(read_shard, job.outlines))
         self._cache: dict[Place, Features] = {}
-        self._cache_room = cache_bytes
+        self._cache_room = job.cache_bytes
         self._captured_tokens = self._replayed_tokens = 0
+        self._seen_at_s = time.monotonic()
+        self._watchdog = Watchdog(job.stall_timeout_s, lambda: self._seen_at_s, self._on_stall)
 
     def capture(self, places: Sequence[Place]) -> Any:
         """Features of each document, None for one that cannot be used; one value, not a list, for one place.
@@ -72,27 +98,75 @@ class StreamWorker:
         """
         cached = {place: self._cache[place] for place in places if place in self._cache}
         self._replayed_tokens += sum(len(features.input_ids) for features in cached.values())
-        found = cached | dict(self._capture([place for place in places if place not in cached]))
-        features = [found[place] for place in places]
+        wanted = [place for place in places if place not in cached and _note_name(place) not in self._set_apart]
+        self._seen_at_s = time.monotonic()
+        with self._watchdog.watching():
+            found = cached | dict(self._capture(wanted) if wanted else [])
+        features = [found.get(place) for place in places]
         return features if len(features) > 1 else features[0]
 
     def tokens(self) -> tuple[int, int]:
         """(captured, replayed from memory) since the start."""
         return self._captured_tokens, self._replayed_tokens
 
-    def _capture(self, places: Sequence[Place]) -> Iterator[tuple[Place, Features | None]]:
+    @cached_property
+    def _set_apart(self) -> set[str]:
+        """Names of the notes, those of earlier runs too."""
+        return set(self._job.unusable.files())
+
+    def _capture(self, places: Sequence[Place]) -> Iterator[tuple[Place, Features]]:
+        """Documents that are usable; suspects of an earlier death come one by one."""
+        extractor = self._started()
+        left = list(places)
+        while left:
+            together, lost = ray.get(self._trials.next.remote(self._number, left))
+            if lost is None:
+                yield from self._capture_together(extractor, together)
+            else:
+                self._note(together[0], lost)
+            left = [place for place in left if place not in together]
+        self._trials.next.remote(self._number, [])
+
+    def _started(self) -> Extractor:
+        """The extractor, started in the first call.
+
+        Raises:
+            WorkersFailed: too many processes died and did nothing.
+        """
+        if self._extractor is None:
+            last_words = ray.get(self._trials.start.remote(self._number))
+            if last_words is not None:
+                raise WorkersFailed(
+                    f"capture: workers die of whatever they are given; the last one said:\n{last_words}"
+                )
+            self._extractor = self._job.extractor.start()
+            self._seen_at_s = time.monotonic()
+        return self._extractor
+
+    def _capture_together(self, extractor: Extractor, places: Sequence[Place]) -> Iterator[tuple[Place, Features]]:
         outlines = [self._outline(place) for place in places]
-        captured = self._extractor.extract([outline.input_ids.tolist() for outline in outlines])
+        captured = self._extracted(extractor, [outline.input_ids.tolist() for outline in outlines])
         for place, outline, states in zip(places, outlines, captured, strict=True):
             self._captured_tokens += len(outline.input_ids)
             problem = features_problem(outline.input_ids, outline.loss_mask, states)
             if problem is not None:
-                self._set_apart(place, outline, *problem)
-                yield place, None
+                self._note(place, Verdict(*problem))
                 continue
             features = Features.of(outline, *states)
             self._keep(place, features)
             yield place, features
+
+    def _extracted(self, extractor: Extractor, documents: Sequence[Sequence[int]]) -> Iterator[Captured]:
+        """The states of each; whatever the extractor raises ends the process: it may hold what it was doing."""
+        try:
+            for states in extractor.extract(documents):
+                self._seen_at_s = time.monotonic()
+                yield states
+        except Exception:
+            try:
+                self._say(Verdict(ERROR, traceback.format_exc()))
+            finally:
+                os._exit(1)
 
     def _outline(self, place: Place) -> StoredDocument:
         return self._shard(place.shard)[place.row]
@@ -103,6 +177,18 @@ class StreamWorker:
             self._cache[place] = features
             self._cache_room -= features.num_bytes
 
-    def _set_apart(self, place: Place, outline: StoredDocument, reason: str, detail: str) -> None:
-        note = {"key": outline.key, "reason": reason, "detail": detail}
-        self._unusable.join(f"{place.shard}-{place.row}.json").write_bytes(json.dumps(note).encode())
+    def _note(self, place: Place, problem: Verdict) -> None:
+        """Set a document apart, for good."""
+        note = {"key": self._outline(place).key, **problem._asdict()}
+        self._job.unusable.join(_note_name(place)).write_bytes(json.dumps(note).encode())
+        self._set_apart.add(_note_name(place))
+
+    def _on_stall(self, words: str) -> None:
+        self._say(Verdict(STALLED, words))
+
+    def _say(self, verdict: Verdict) -> None:
+        ray.get(self._trials.fail.remote(self._number, verdict), timeout=LAST_WORDS_TIMEOUT_S)
+
+
+def _note_name(place: Place) -> str:
+    return f"{place.shard}-{place.row}.json"

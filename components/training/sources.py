@@ -17,8 +17,10 @@ from ray import ObjectRef
 
 from components.config import Settings, StageResources
 from components.data.extractors.interface import ExtractorSpec
+from components.data.progress import start_beside_driver
 from components.data.shards import StoredDocument, read_shard
-from components.data.streaming import Place, StreamWorker
+from components.data.streaming import StreamJob, StreamWorker
+from components.data.trials import Place, Trials
 from components.draft.batch import Document
 from components.section import ConfigError
 from components.storage import Location
@@ -27,7 +29,6 @@ from components.training.order import SHARDS_SHUFFLED_TOGETHER, Entry
 log = logging.getLogger("aerie")
 
 GB = 1e9
-MAX_RESTARTS = 3  # of a capture worker whose process died; what it was asked for is then captured again
 
 
 class DocumentSource(Protocol):
@@ -110,12 +111,13 @@ def open_stream(
         "num_cpus": resources.num_cpus,
         "num_gpus": resources.num_gpus,
         "runtime_env": {"env_vars": dict(extractor.env)},
-        "max_restarts": MAX_RESTARTS,
-        "max_task_retries": MAX_RESTARTS,
+        "max_restarts": -1,  # a worker that died gets the call that it had again; `Trials` finds what it died of
+        "max_task_retries": -1,
     }
+    job = StreamJob(extractor, features, unusable, stream.cache_gb * GB, settings.data.stall_timeout_s)
+    trials = start_beside_driver(Trials, settings.data.max_attempts, resources.replicas)
     worker = ray.remote(StreamWorker).options(**options)
-    arguments = (extractor, features, unusable, stream.cache_gb * GB)
-    workers = [worker.remote(*arguments) for _ in range(resources.replicas)]
+    workers = [worker.remote(job, number, trials) for number in range(resources.replicas)]
     try:
         yield StreamedDocuments(workers, stream.documents_in_flight)
         tokens = ray.get([worker.tokens.remote() for worker in workers])

@@ -1,20 +1,22 @@
 """Streamed features make the head that stored ones make, in bounded memory, through a resume and over several workers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file, save, save_file
 
 from components.config import Settings
 from components.data.capturing import CaptureWorker
-from components.data.extractors.interface import extractor_spec
+from components.data.extractors.interface import ExtractorSpec, extractor_spec
 from components.data.features import record_features
 from components.data.part_worker import PartTask, Piece
 from components.data.parts import part_name, part_names
 from components.data.shards import document_index, read_documents, read_input_ids, read_shard
-from components.data.streaming import Place, StreamWorker
+from components.data.streaming import StreamJob, StreamWorker
+from components.data.trials import Place, Trials
 from components.section import ConfigError
 from components.storage import Location
 from components.training.job import run_training
@@ -84,6 +86,17 @@ def streamed(features: dict[str, Location], tiny_target: Path) -> Iterator[Strea
     extractor = extractor_spec(STREAM, TARGET, str(tiny_target))
     with open_stream(STREAM, extractor, features["stream"], features["stream"].join("_unusable")) as source:
         yield source
+
+
+@pytest.fixture(scope="module")
+def stream_worker(ray_cluster) -> Callable[[ExtractorSpec, Location, Location, float], StreamWorker]:
+    """Makes a worker in this process."""
+    trials = ray.remote(num_cpus=0)(Trials).remote(1, 1)
+
+    def make(spec: ExtractorSpec, outlines: Location, notes: Location, cache_bytes: float) -> StreamWorker:
+        return StreamWorker(StreamJob(spec, outlines, notes, cache_bytes, stall_timeout_s=600.0), 0, trials)
+
+    return make
 
 
 def make_spec(features: dict[str, Location], mode: str, target: Path, source: DocumentSource) -> HeadSpec:
@@ -195,14 +208,18 @@ def test_two_ray_train_workers_make_it_from_a_stream(
 
 @pytest.mark.parametrize(("documents_kept", "captured_again"), [(0, 11), (4, 7), (100, 0)])
 def test_what_fits_in_the_cache_is_not_captured_again(
-    features: dict[str, Location], tiny_target: Path, documents_kept: int, captured_again: int
+    features: dict[str, Location],
+    tiny_target: Path,
+    stream_worker: Callable[..., StreamWorker],
+    documents_kept: int,
+    captured_again: int,
 ) -> None:
     entries = split_entries(features["stream"], "train")
     places = [Place(entry.shard, entry.row) for entry in entries]
     spec = extractor_spec(STREAM, TARGET, str(tiny_target))
-    unlimited = StreamWorker(spec, features["stream"], features["stream"].join("_unusable"), 1e9)
+    unlimited = stream_worker(spec, features["stream"], features["stream"].join("_unusable"), 1e9)
     sizes = [found.num_bytes for found in unlimited.capture(places)]
-    worker = StreamWorker(spec, features["stream"], features["stream"].join("_unusable"), sum(sizes[:documents_kept]))
+    worker = stream_worker(spec, features["stream"], features["stream"].join("_unusable"), sum(sizes[:documents_kept]))
     first, second = worker.capture(places), worker.capture(places)
     lengths = [len(found.input_ids) for found in first]
     captured, replayed = worker.tokens()
@@ -213,7 +230,9 @@ def test_what_fits_in_the_cache_is_not_captured_again(
         assert all((a == b).all() for a, b in zip(one, other, strict=True))
 
 
-def test_unusable_documents_are_set_apart_and_named(features: dict[str, Location], tmp_path: Path) -> None:
+def test_unusable_documents_are_set_apart_and_named(
+    features: dict[str, Location], stream_worker: Callable[..., StreamWorker], tmp_path: Path
+) -> None:
     """A target that is NaN at a token which only the second document has."""
     entries = split_entries(features["stream"], "train")[:3]
     outlines = [read_shard(features["stream"], entry.shard)[entry.row] for entry in entries]
@@ -224,11 +243,14 @@ def test_unusable_documents_are_set_apart_and_named(features: dict[str, Location
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     notes = Location(str(tmp_path / "unusable"))
     packing = extractor_spec(settings_for("stream", batch_tokens=100), TARGET, str(target))
-    worker = StreamWorker(packing, features["stream"], notes, 1e9)
+    worker = stream_worker(packing, features["stream"], notes, 1e9)
     found = worker.capture([Place(entry.shard, entry.row) for entry in entries])
     assert [one is None for one in found] == [False, True, False]
     (note,) = unusable_documents(notes)
     assert (note["key"], note["reason"]) == (outlines[1].key, "not_finite")
+    later = stream_worker(packing, features["stream"], notes, 1e9)
+    assert later.capture([Place(entries[1].shard, entries[1].row)]) is None
+    assert later.tokens() == (0, 0), "it was captured again"
 
 
 def test_capture_and_training_must_fit_side_by_side(ray_cluster) -> None:
