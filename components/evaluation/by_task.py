@@ -6,12 +6,12 @@ quoting. Every figure has the prompt as its unit, and its interval by bootstrap 
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from components.evaluation.acceptance import Acceptance, RequestRecord, total
-from components.evaluation.results import Answer, ArmResult, share_looped, tokens_per_step
-from components.evaluation.statistics import Bootstrap, Estimate, ratios_of_sums
+from components.evaluation.acceptance import total
+from components.evaluation.estimates import acceptance_length_estimate, interval_facts
+from components.evaluation.results import Answer, ArmResult, as_json, share_looped, tokens_per_step
+from components.evaluation.statistics import Bootstrap
 
 LENGTH_EDGES = (64, 256, 1024, 4096)
 """Tokens at which a length bucket begins; the first begins at 0."""
@@ -56,8 +56,7 @@ def answer_figures(answers: Sequence[Answer], speculates: bool, bootstrap: Boots
     return {
         "requests": len(answers),
         "errors": len(answers) - len(good),
-        "al": _json(_acceptance_length(good, bootstrap)),
-        "accepted_at": [_json(rate) for rate in _rates_at(good, bootstrap)],
+        **interval_facts(records, bootstrap),
         "histogram": list(sums.histogram),
         "tokens_per_step": tokens_per_step(good),
         "coverage": sums.rounds / steps if steps and speculates else None,
@@ -93,33 +92,6 @@ def _bucket_order(name: str) -> tuple[int, str]:
 def _group(answers: Sequence[Answer], bootstrap: Bootstrap) -> dict[str, Any]:
     return {
         "num_prompts": len(answers),
-        "al": _json(_acceptance_length(answers, bootstrap)),
+        "al": as_json(acceptance_length_estimate([answer.record for answer in answers], bootstrap)),
         "tokens_per_step": tokens_per_step(answers),
     }
-
-
-def _acceptance_length(answers: Sequence[Answer], bootstrap: Bootstrap) -> Estimate | None:
-    prompts = _by_prompt(answers)
-    if not prompts:
-        return None
-    accepted, rounds = [[sums.accepted] for sums in prompts], [sums.rounds for sums in prompts]
-    return ratios_of_sums(accepted, rounds, bootstrap, offset=1.0)[0]
-
-
-def _rates_at(answers: Sequence[Answer], bootstrap: Bootstrap) -> list[Estimate | None]:
-    prompts = _by_prompt(answers)
-    width = max((len(sums.accepted_at) for sums in prompts), default=0)
-    positions = [[*sums.accepted_at, *[0] * (width - len(sums.accepted_at))] for sums in prompts]
-    return ratios_of_sums(positions, [sums.rounds for sums in prompts], bootstrap) if width else []
-
-
-def _by_prompt(answers: Sequence[Answer]) -> list[Acceptance]:
-    """The sums of each prompt: the turns of one conversation are no independent draws."""
-    records: dict[str, list[RequestRecord]] = {}
-    for answer in answers:
-        records.setdefault(answer.record.key, []).append(answer.record)
-    return [total(found) for found in records.values()]
-
-
-def _json(estimate: Estimate | None) -> dict[str, Any] | None:
-    return None if estimate is None else asdict(estimate)

@@ -1,10 +1,10 @@
 """One arm's AL and acceptance by position, with intervals over what was randomised: the prompt offline, the session live."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from components.evaluation.acceptance import Acceptance, RequestRecord, total
+from components.evaluation.results import as_json
 from components.evaluation.statistics import Bootstrap, Estimate, ratios_of_sums
 
 
@@ -27,12 +27,12 @@ def position_estimates(records: Sequence[RequestRecord], bootstrap: Bootstrap) -
     return ratios_of_sums(counts, [c.rounds for c in clusters], bootstrap)
 
 
-def interval_facts(records: Sequence[RequestRecord]) -> dict[str, Any]:
+def interval_facts(records: Sequence[RequestRecord], bootstrap: Bootstrap | None = None) -> dict[str, Any]:
     """`{"al": estimate, "accepted_at": [estimate, ...]}` (JSON); an estimate is null or has `estimate`, `low`, `high`."""
-    positions = position_estimates(records, Bootstrap())
+    bootstrap = bootstrap or Bootstrap()
     return {
-        "al": _json(acceptance_length_estimate(records, Bootstrap())),
-        "accepted_at": [_json(estimate) for estimate in positions],
+        "al": as_json(acceptance_length_estimate(records, bootstrap)),
+        "accepted_at": [as_json(estimate) for estimate in position_estimates(records, bootstrap)],
     }
 
 
@@ -42,7 +42,3 @@ def _clusters(records: Sequence[RequestRecord]) -> list[Acceptance]:
         if record.error is None:
             groups.setdefault(record.key, []).append(record)
     return [total(groups[key]) for key in sorted(groups)]
-
-
-def _json(estimate: Estimate | None) -> dict[str, Any] | None:
-    return None if estimate is None else asdict(estimate)

@@ -6,9 +6,10 @@ Names hold nothing of the run, so that runs stand side by side.
 from collections.abc import Mapping
 from typing import Any
 
+from components.speed.loads import LATENCIES
+
 POINT_FIGURES = {"output_tokens_per_s": "tokens_per_s", "al": "al"}
 """Key of a point, and its name in MLflow."""
-LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms")
 
 
 def metrics_of_speed(facts: Mapping[str, Any] | None) -> dict[str, float]:
