@@ -55,12 +55,12 @@ class Project:
             timeout=timeout_s,
         )
 
-    def run_and_kill(self, when: Callable[[str], bool], timeout_s: float = 300) -> str:
+    def run_and_kill(self, when: Callable[[str], bool], *arguments: str, timeout_s: float = 300) -> str:
         """Run, and kill -9 the driver as soon as `when(what it printed)` holds; what it printed comes back."""
         log_path = self.folder / "killed.log"
         with log_path.open("w") as log:
             process = subprocess.Popen(
-                self.command(), cwd=ROOT, env=os.environ | self.environment, stdout=log, stderr=log
+                self.command(*arguments), cwd=ROOT, env=os.environ | self.environment, stdout=log, stderr=log
             )
         deadline = time.monotonic() + timeout_s
         while not when(log_path.read_text()):

@@ -1,10 +1,13 @@
 """kill -9 of the driver in any stage, then the same command: it goes on, and nothing is lost, doubled or rewritten."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.cluster import RayHead
 from tests.conftest import free_port
@@ -45,6 +48,31 @@ def test_killed_in_every_stage_the_same_command_goes_on(project: Project) -> Non
     assert last.returncode == 0, last.stdout[-6000:]
     assert_untouched(project, finished)
     assert_rows_once(project)
+
+
+def test_a_stream_killed_within_an_epoch_ends_in_the_head_of_stored_features(project: Project) -> None:
+    settings = (
+        "train.checkpoint_every_steps=10",
+        "train.epochs=2",
+        "data.batch_tokens=1",
+    )  # a document's states are its own
+    common = ("--until", "head", *(part for setting in settings for part in ("--set", setting)))
+    stream = ("--set", "data.mode=stream", *common)
+    killed = project.run_and_kill(lambda printed: max(trained_steps(printed), default=0) >= 10, *stream)
+    assert max(trained_steps(killed)) < 25, "an epoch ended first: its checkpoint proves nothing"
+    streamed = project.run(*stream)
+    assert streamed.returncode == 0, streamed.stdout[-6000:]
+    assert min(trained_steps(streamed.stdout)) > 10, "it began anew"
+    stored = project.run(*common)
+    assert stored.returncode == 0, stored.stdout[-6000:]
+    ours, theirs = (load_file(project.output("head", n) / "head" / "model.safetensors") for n in (-2, -1))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name])
+
+
+def trained_steps(printed: str) -> list[int]:
+    return [int(step) for step in re.findall(r"train (\d+)/\d+ ", printed)]
 
 
 def is_inside(project: Project, printed: str, stage: str, pattern: str | None) -> bool:

@@ -18,8 +18,8 @@ from components.data.features import record_features
 from components.storage import Location
 
 NUM_PARTS, ROWS_PER_PART = 12, 8
-SECONDS_A_ROW = 0.05
-KILL_AFTER_ROWS = 20
+LAST_WORDS = 3
+"""Documents, of a part's 8, that the doomed node captures before it is killed in the middle of its first part."""
 MAX_TOKENS = 24
 TARGET = {"num_layers": 6, "hidden_size": 64}
 """Of the tiny target."""
@@ -37,14 +37,15 @@ NOTICED_AFTER_S = 60
 
 
 class NotingWorker(CaptureWorker):
-    """Notes every document and the node that it was captured on, and waits for the doomed node to be among them."""
+    """Notes every document and the node that it was captured on; no other node goes on before the doomed one is about to die."""
 
     def count(self, **done: int) -> None:
-        self.output.join(NODES, ray.get_runtime_context().get_node_id()).create(b"")
-        while not self.output.join(NODES, self.output.join(DOOMED).read_bytes().decode()).exists():
+        node = ray.get_runtime_context().get_node_id()
+        self.output.join(NODES, node).create(b"")
+        self.output.join(CAPTURED, f"{node}-{time.time_ns()}").create(b"")
+        doomed = self.output.join(DOOMED).read_bytes().decode()
+        while (num_captured(self.output, doomed) >= LAST_WORDS) == (node == doomed):
             time.sleep(0.05)
-        time.sleep(SECONDS_A_ROW)
-        self.output.join(CAPTURED, str(time.time_ns())).create(b"")
         super().count(**done)
 
 
@@ -68,8 +69,8 @@ def main(target: str, responses: Location, output: Location) -> None:
 
 
 def kill_in_the_middle(cluster: Cluster, node: Any, output: Location) -> None:
-    """Without a warning, once a part of the job is done; like a host, it takes all its processes along."""
-    while num_captured(output) < KILL_AFTER_ROWS:
+    """Without a warning, in the middle of a part of its own; like a host, it takes all its processes along."""
+    while num_captured(output, node.node_id) < LAST_WORDS:
         time.sleep(0.05)
     processes = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
     cluster.remove_node(node, allow_graceful=False)
@@ -78,9 +79,9 @@ def kill_in_the_middle(cluster: Cluster, node: Any, output: Location) -> None:
             process.kill()
 
 
-def num_captured(output: Location) -> int:
-    """Documents that were captured so far, on whatever node; the same one twice counts twice."""
-    return len(output.join(CAPTURED).files())
+def num_captured(output: Location, node: str = "") -> int:
+    """Documents that were captured so far, on one node or on any; the same one twice counts twice."""
+    return sum(name.startswith(node) for name in output.join(CAPTURED).files())
 
 
 def count_alive(expected: int) -> int:
