@@ -1,4 +1,7 @@
-"""One real server under `vllm bench serve`: an n-gram arm on a target that walks a cycle, so that what it accepts is known."""
+"""One real server under `vllm bench serve`: an n-gram arm on a target that walks a cycle, so that what it accepts is known.
+
+It has a schedule of its K, which changes nothing of how it is measured.
+"""
 
 import json
 import os
@@ -9,11 +12,12 @@ import pytest
 
 from components.evaluation.arms import Arm
 from components.speed.counters import Counters
+from components.speed.dynamic import dynamic_server
 from components.speed.inputs import write_inputs
 from components.speed.loads import load_all
 from components.speed.measuring import Job, measure_server, sum_replies
 from components.speed.server import MODULE
-from components.speed.sweep import Served, points
+from components.speed.sweep import points
 from components.storage import Location
 from tests.components.evaluation.artifacts import tiny_settings
 from tests.components.speed.test_inputs import held_out
@@ -21,7 +25,9 @@ from tests.components.speed.test_inputs import held_out
 K, TOKENS = 2, 96
 FAMILIES = ["explanation", "rewriting"]
 NUM_PROMPTS = 6
-SERVED = Served(Arm("ngram", "ngram", K, options={"prompt_lookup_min": 2, "prompt_lookup_max": 3}))
+SERVED = dynamic_server(
+    Arm("ngram", "ngram", K, options={"prompt_lookup_min": 2, "prompt_lookup_max": 3}), {1: K, 3: 1}
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +69,19 @@ def test_acceptance_is_that_of_a_cycle(job: Job) -> None:
     assert load.total("drafted") == K * load.total("rounds")
 
 
+def test_the_schedule_lowers_k_where_more_requests_run(job: Job) -> None:
+    """K is 1 while two or three requests run, and K again for the last one of a run."""
+    [load] = load_all([job.files(SERVED, points(["chat"], job.settings.speed)[1], 0)])
+
+    assert load.point.concurrency == 3
+    assert load.total("rounds") <= load.total("drafted") < 1.5 * load.total("rounds")
+    assert 1.9 < load.al < 2.5
+
+
 def test_what_a_figure_depends_on_is_kept(job: Job) -> None:
     [load] = load_all([job.files(SERVED, points(["chat"], job.settings.speed)[0], 0)])
-    served = json.loads(job.output.join("servers", "ngram-k2-0.json").read_bytes())
-    said = job.output.join("servers", "ngram-k2-0.log").read_bytes().decode()
+    served = json.loads(job.output.join("servers", f"{SERVED.label}-0.json").read_bytes())
+    said = job.output.join("servers", f"{SERVED.label}-0.log").read_bytes().decode()
     bench = job.files(SERVED, load.point, 0).load_bench()
 
     assert "--no-enable-prefix-caching" in served["arguments"]
