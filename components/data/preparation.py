@@ -11,6 +11,7 @@ from components.data.pretokenised import check_vocabulary
 from components.data.prompts import BadRow, Prompt, read_prompts
 from components.data.reasons import CHOSEN, Reason, RowError
 from components.data.selection import Selection, select_prompts, used_by_source
+from components.data.shapes import published_row
 from components.data.sources import blamed_on
 from components.data.splits import Split
 from components.data.template import renderable
@@ -52,7 +53,11 @@ class Prepared:
 
 
 def prepare_prompts(
-    data: DataConfig, tokenizer: Any, vocab_size: int, template_kwargs: Mapping[str, Any] | None = None
+    data: DataConfig,
+    tokenizer: Any,
+    vocab_size: int,
+    template_kwargs: Mapping[str, Any] | None = None,
+    measured_with: Mapping[str, Sequence[PromptSource]] | None = None,
 ) -> Prepared:
     """Read the sources, choose the prompts and leave out what the target cannot be asked.
 
@@ -61,14 +66,20 @@ def prepare_prompts(
         tokenizer: The target's, with its chat template.
         vocab_size: Number of the target's token ids.
         template_kwargs: Switches of the chat template, from `target.chat_template_kwargs`.
+        measured_with: By setting, sources of prompts that none for training may repeat.
 
     Raises:
-        ConfigError: at `data.prompts` or `data.benchmarks`: a source that cannot be read or holds no usable row.
+        ConfigError: at `data.prompts` or a setting of `measured_with`: a source that cannot be read or holds no usable row.
     """
     read, bad = read_prompts(data.prompts)
     askable, unknown = _in_vocabulary(read, vocab_size)
     decode: Callable[[list[int]], str] = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
-    chosen = select_prompts(askable, data, _benchmark_prompts(data.benchmarks, vocab_size), decode)
+    benchmarks = [
+        prompt
+        for setting, sources in (measured_with or {}).items()
+        for prompt in _benchmark_prompts(sources, setting, vocab_size)
+    ]
+    chosen = select_prompts(askable, data, benchmarks, decode)
     prompts, unshown = renderable(chosen.prompts, tokenizer, template_kwargs)
     lost = [*bad, *unknown, *chosen.left, *unshown]
     splits = {prompt.key: chosen.splits[prompt.key] for prompt in prompts}
@@ -96,14 +107,14 @@ def _in_vocabulary(prompts: Sequence[Prompt], vocab_size: int) -> tuple[list[Pro
     return good, bad
 
 
-def _benchmark_prompts(sources: Sequence[PromptSource], vocab_size: int) -> list[Prompt]:
+def _benchmark_prompts(sources: Sequence[PromptSource], setting: str, vocab_size: int) -> list[Prompt]:
     if not sources:
         return []
-    with blamed_on("data.benchmarks"):
-        prompts, bad = read_prompts(sources)
+    with blamed_on(setting):
+        prompts, bad = read_prompts(sources, published_row)
     good, unknown = _in_vocabulary(prompts, vocab_size)
     for row in [*bad, *unknown]:
-        log.warning("data.benchmarks: %s:%d is not compared with: %s", row.source, row.line, row.reason)
+        log.warning("%s: %s:%d is not compared with: %s", setting, row.source, row.line, row.reason)
     return good
 
 

@@ -33,7 +33,11 @@ def prompts_stage(settings: Settings) -> Stage:
 
         tokenizer = load_tokenizer(target_path(inputs["target"]))
         prepared = prepare_prompts(
-            data, tokenizer, inputs["target"].facts["vocab_size"], settings.target.chat_template_kwargs
+            data,
+            tokenizer,
+            inputs["target"].facts["vocab_size"],
+            settings.target.chat_template_kwargs,
+            measured_with(settings),
         )
         write_prompts(output.join(PROMPTS), prepared.prompts, prepared.splits)
         write_quarantine(output.location, map(asdict, prepared.lost))
@@ -60,7 +64,11 @@ def prompts_stage(settings: Settings) -> Stage:
         version=2,
         extra=lambda: {
             "sources": _identities(data.prompts, "data.prompts"),
-            "benchmarks": _identities(data.benchmarks, "data.benchmarks"),
+            "benchmarks": [
+                identity
+                for setting, sources in measured_with(settings).items()
+                for identity in _identities(sources, setting)
+            ],
         },
         plan=lambda artifacts: f"prompts of {len(data.prompts)} sources",
         forecast=partial(forecasts.forecast_prompts, settings),
@@ -159,6 +167,15 @@ def vocabulary_stage(settings: Settings) -> Stage:
         plan=lambda artifacts: f"{settings.draft.vocab_size} ids, a few seconds",
         forecast=partial(forecasts.forecast_vocabulary, settings),
     )
+
+
+def measured_with(settings: Settings) -> dict[str, list[PromptSource]]:
+    """Prompts beside the held-out ones that none for training may repeat, by the setting that names them."""
+    answered = {
+        f"evaluate.benchmarks.{name}.path": [PromptSource(path=benchmark.path)]
+        for name, benchmark in settings.evaluate.benchmarks.items()
+    }
+    return {"data.benchmarks": settings.data.benchmarks} | answered
 
 
 def _identities(sources: list[PromptSource], setting: str) -> list[dict[str, Any]]:

@@ -162,6 +162,18 @@ def test_benchmarks_are_read_checked_and_part_of_the_identity(tiny_target, tmp_p
         run_prompts(settings_for(file, tiny_target, "data.benchmarks=missing.jsonl"), storage)
 
 
+def test_what_the_evaluation_answers_is_not_trained_on(tiny_target, tmp_path):
+    questions = ["How many legs have six hens?", "How deep is the sea near Peru?", "Name a lake."]
+    file = write_rows(tmp_path / "asked.jsonl", [{"prompt": question} for question in questions])
+    bench = write_rows(tmp_path / "gsm8k.jsonl", [{"question": questions[0].upper(), "answer": "#### 12"}])
+    settings = settings_for(file, tiny_target, f"evaluate.benchmarks.sums.path={bench}")
+    artifact, _ = run_prompts(settings, Location(f"{tmp_path}/s"))
+    assert artifact.manifest["rows"]["dropped"] == {"contaminated": 1}
+    other = settings_for(file, tiny_target, "evaluate.benchmarks.sums.path=missing.jsonl")
+    with pytest.raises(ConfigError, match=r"^evaluate\.benchmarks\.sums\.path: .*missing.jsonl does not exist"):
+        run_prompts(other, Location(f"{tmp_path}/s"))
+
+
 @pytest.mark.parametrize(
     "override",
     [
