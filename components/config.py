@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
-from components.arm_config import ArmConfig, engine_problems, sampler_problems
+from components.arm_config import ArmConfig, sampler_problems
+from components.engine_arguments import engine_problems
 from components.section import Count, Section, Share
 from components.speed_config import SpeedConfig
 
@@ -377,7 +378,8 @@ class StageResources(Section):
     replicas: Count = 1
     """Actors or workers of the stage."""
     engine: dict[str, Any] = {}
-    """Further vLLM engine arguments (tensor_parallel_size, gpu_memory_utilization, ...)."""
+    """Further vLLM engine arguments (tensor_parallel_size, gpu_memory_utilization, ...). One that changes what the engine says
+    (quantization, kv_cache_dtype, ...) is part of what the stage's output depends on."""
     env: dict[str, str] = {}
     """Environment variables of the stage's processes."""
 
@@ -426,7 +428,7 @@ class Settings(Section):
     def _check(self) -> "Settings":
         if self.data.max_new_tokens >= self.target.max_model_len:
             raise ValueError("data.max_new_tokens must be below target.max_model_len: lower the one or raise the other")
-        engines = {stage: getattr(self.resources, stage).engine for stage in ("evaluate", "ab")}
+        engines = {stage: getattr(self.resources, stage).engine for stage in ResourcesConfig.model_fields}
         for problem in [
             *engine_problems(engines, self.evaluate.baselines),
             *sampler_problems(self.evaluate.baselines, on_gpu=self.resources.evaluate.num_gpus > 0),

@@ -16,9 +16,11 @@ from components.data.parts import QUARANTINE, write_quarantine
 from components.data.preparation import prepare_prompts, without_choices
 from components.data.prompt_list import PROMPTS, write_prompts
 from components.data.sources import blamed_on, source_identity
+from components.engine_arguments import matters
 from components.rows import RowAccount, check_rows
 from components.stage import Artifact, Outcome, Output, Stage
 from components.target.aux_layers import bytes_per_token, choose_aux_layers
+from components.target.engine import engine_identity
 from components.target.stages import target_facts, target_path
 
 log = logging.getLogger("aerie")
@@ -99,8 +101,7 @@ def responses_stage(settings: Settings) -> Stage:
             "temperature": data.temperature,
             "top_p": data.top_p,
             "seed": data.seed,
-            "dtype": settings.target.dtype,
-            "max_model_len": settings.target.max_model_len,
+            **engine_identity(settings, settings.resources.responses),
         },
         inputs=("target", "prompts"),
         plan=lambda artifacts: _plan_responses(settings, artifacts),
@@ -135,6 +136,7 @@ def features_stage(settings: Settings) -> Stage:
             "mode": settings.data.mode,
             "aux_layers": settings.draft.aux_layers,
             "dtype": settings.target.dtype,
+            **extractor_engine(settings),
         },
         inputs=("target", "responses"),
         plan=lambda artifacts: _plan_features(settings, artifacts),
@@ -192,6 +194,12 @@ def _report(output: Output, rows: RowAccount | None) -> None:
 def _plan_responses(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
     resources = settings.resources.responses
     return f"{resources.replicas} vLLM engines, answers of at most {settings.data.max_new_tokens} tokens"
+
+
+def extractor_engine(settings: Settings) -> dict[str, Any]:
+    """Only where an engine records the states, and is told something that they depend on."""
+    added = matters(settings.resources.features.engine) if settings.data.extractor == "vllm" else {}
+    return {"engine": added} if added else {}
 
 
 def _plan_features(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:

@@ -193,6 +193,15 @@ def test_what_is_taken_of_a_source_is_part_of_the_identity(tmp_path, keys):
     assert prompts_stage(plain).extra() != prompts_stage(keyed).extra()
 
 
+@pytest.mark.parametrize("name", ["responses", "features"])
+def test_engine_arguments_are_part_of_the_identity_where_they_change_what_comes_out(name):
+    make = {"responses": responses_stage, "features": features_stage}[name]
+    plain, place = ["data.extractor=vllm"], f"resources.{name}.engine"
+    config = make(load_settings(None, None, plain)).config
+    assert make(load_settings(None, None, [*plain, f"{place}={{tensor_parallel_size: 2}}"])).config == config
+    assert make(load_settings(None, None, [*plain, f"{place}={{kv_cache_dtype: fp8}}"])).config != config
+
+
 @pytest.mark.parametrize("stage", [prompts_stage, responses_stage, features_stage, vocabulary_stage])
 def test_how_work_is_cut_changes_no_identity(stage):
     plain = Settings()
