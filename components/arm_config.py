@@ -45,7 +45,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "max_t
 REFUSED_KEYS = {
     "tensor_parallel_size": "write draft_tensor_parallel_size, which is 1 or the target's",
     "pipeline_parallel_size": "remove it: what drafts runs on one pipeline stage",
-    **dict.fromkeys(SAMPLING, "remove it: sampling belongs to the request (data.temperature, data.top_p)"),
+    **dict.fromkeys(SAMPLING, "remove it: sampling belongs to the request (data.temperature, data.top_p ...)"),
 }
 """Keys that a speculative config never takes, and what to do instead."""
 METHOD_HINTS = {

@@ -79,6 +79,10 @@ def _as_written(sources: list[PromptSource]) -> Any:
 PromptSources = Annotated[list[PromptSource], BeforeValidator(_as_list), PlainSerializer(_as_written, return_type=Any)]
 
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings of `data` that say how answers are sampled: those of the training answers, and of the A/B traffic."""
+
+
 class StreamConfig(Section):
     documents_in_flight: Annotated[int, Field(ge=2)] = 32
     """Documents that one training worker has asked for and not used yet, at most: bounds the memory, and hides the capture's delay."""
@@ -107,10 +111,16 @@ class DataConfig(Section):
     """Longest answer, in tokens."""
     truncation: Literal["keep", "drop"] = "keep"
     """An answer cut off at `max_new_tokens`: keep it (counted as truncated), or drop it and the turns after it (counted as cut_off)."""
-    temperature: Annotated[float, Field(ge=0.0)] = 0.0
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
     """Sampling temperature of the answers: use the one that serving uses."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus of the answers' sampling."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Most likely tokens that an answer's are drawn from; 0: all."""
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Least probability of a drawn token, as a share of the most likely one's."""
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+    """Above 1, tokens that the prompt or the answer has already are less likely, in greedy answers too."""
     seed: int = 0
     """Of the cap's draw and of sampled answers."""
     max_dropped_fraction: Share = 0.1
@@ -133,6 +143,11 @@ class DataConfig(Section):
     """Rows of one file; how work is cut, not what comes out."""
     batch_tokens: Count = 1024
     """Tokens of one forward pass of the target during capture; packed documents pay attention for all of them."""
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """How answers are sampled, by the names that vLLM and its HTTP API give these settings."""
+        return {name: getattr(self, name) for name in SAMPLING}
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":

@@ -98,8 +98,7 @@ def responses_stage(settings: Settings) -> Stage:
         config={
             "max_new_tokens": data.max_new_tokens,
             "truncation": data.truncation,
-            "temperature": data.temperature,
-            "top_p": data.top_p,
+            **data.sampling,
             "seed": data.seed,
             **engine_identity(settings, settings.resources.responses),
         },
