@@ -417,6 +417,9 @@ class StorageConfig(Section):
     """Folder or s3://bucket/prefix that holds every stage's output; a relative folder starts at the project root."""
     lease_ttl_s: Annotated[float, Field(gt=0.0)] = 60.0
     """A run that gave no sign of life for this long has lost its output to the next one."""
+    refuse_overfull: bool = True
+    """Refuse a run whose plan (`--plan`: answers of full length) does not fit on the disk; false: say so and go on. A disk that then fills
+    up ends the job, and what is done is kept."""
 
 
 class MlflowConfig(Section):

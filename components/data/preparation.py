@@ -3,11 +3,14 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from components.config import DataConfig, PromptSource
+from components.config import DataConfig, PromptSource, Settings
+from components.data.asked import Asked
+from components.data.parts import QUARANTINE, write_quarantine
 from components.data.pretokenised import check_vocabulary
+from components.data.prompt_list import PROMPTS, write_prompts
 from components.data.prompts import BadRow, Prompt, read_prompts
 from components.data.reasons import CHOSEN, Reason, RowError
 from components.data.selection import Selection, select_prompts, used_by_source
@@ -15,8 +18,9 @@ from components.data.shapes import published_row
 from components.data.sources import blamed_on
 from components.data.splits import Split
 from components.data.template import renderable
-from components.rows import RowAccount
+from components.rows import RowAccount, check_rows
 from components.section import ConfigError
+from components.storage import Location
 
 log = logging.getLogger("aerie")
 
@@ -87,6 +91,37 @@ def prepare_prompts(
     return Prepared(prompts, splits, lost, _account(prompts, lost, chosen.over_cap), facts)
 
 
+def write_prepared(settings: Settings, target_path: str, vocab_size: int, output: Location) -> tuple[RowAccount, dict]:
+    """Prepare the prompts and write their list, and the quarantine of the rows that are not used.
+
+    Raises:
+        ConfigError: as `prepare_prompts`, or nothing is left to train on.
+        TooManyRowsLost: more rows are unusable than `data.max_dropped_fraction` allows.
+    """
+    from components.target.chat import (
+        load_tokenizer,  # seconds to import, and the driver imports this module in every run
+    )
+
+    tokenizer = load_tokenizer(target_path)
+    kwargs = settings.target.chat_template_kwargs
+    prepared = prepare_prompts(settings.data, tokenizer, vocab_size, kwargs, measured_with(settings))
+    write_prompts(output.join(PROMPTS), prepared.prompts, prepared.splits)
+    write_quarantine(output, map(asdict, prepared.lost))
+    quarantine = output.join(QUARANTINE).uri
+    check_rows(without_choices(prepared.rows), settings.data.max_dropped_fraction, "prompts", quarantine)
+    prepared.check(quarantine)
+    return prepared.rows, prepared.facts
+
+
+def measured_with(settings: Settings) -> dict[str, list[PromptSource]]:
+    """Prompts beside the held-out ones that none for training may repeat, by the setting that names them."""
+    answered = {
+        f"evaluate.benchmarks.{name}.path": [PromptSource(path=benchmark.path)]
+        for name, benchmark in settings.evaluate.benchmarks.items()
+    }
+    return {"data.benchmarks": settings.data.benchmarks} | answered
+
+
 def without_choices(rows: RowAccount) -> RowAccount:
     """The account of the rows that something may be wrong with: the settings leave out the others."""
     dropped = {reason: count for reason, count in rows.dropped.items() if reason not in CHOSEN}
@@ -129,6 +164,7 @@ def _account(prompts: Sequence[Prompt], lost: Sequence[BadRow], over_cap: int) -
 def _facts(prompts: Sequence[Prompt], splits: dict[str, Split], chosen: Selection) -> dict[str, Any]:
     return {
         "turns": sum(len(prompt.turns()) for prompt in prompts),
+        "asked": asdict(Asked.of(prompts)),
         "splits": dict(sorted(Counter(splits.values()).items())),
         "families": dict(sorted(Counter(prompt.family for prompt in prompts).items())),
         "cut": dict(sorted(Counter(prompt.cut.value for prompt in prompts if prompt.cut).items())),

@@ -84,16 +84,23 @@ def read_prompts(
     """
     prompts: list[Prompt] = []
     bad: list[BadRow] = []
-    for origin, source in enumerate(sources):
-        for row in read_source(source):
-            read = _read_row(row, source, origin, reshape)
-            if isinstance(read, Prompt):
-                prompts.append(read)
-            else:
-                bad.append(read)
+    for read in scan_prompts(sources, reshape):
+        if isinstance(read, Prompt):
+            prompts.append(read)
+        else:
+            bad.append(read)
     if not prompts:
         raise _nothing_usable(sources, bad)
     return sorted(_numbered(prompts), key=lambda prompt: prompt.key), bad
+
+
+def scan_prompts(
+    sources: Sequence[PromptSource], reshape: Callable[[Any], Any] = lambda row: row
+) -> Iterator[Prompt | BadRow]:
+    """The rows one by one, in the order of the files; the keys of equal ones are equal."""
+    for origin, source in enumerate(sources):
+        for row in read_source(source):
+            yield _read_row(row, source, origin, reshape)
 
 
 def row_key(

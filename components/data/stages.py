@@ -6,18 +6,15 @@ What only a running stage needs (Ray Data, vLLM, transformers: seconds to import
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from components.config import PromptSource, Settings
 from components.data import forecasts
-from components.data.parts import QUARANTINE, write_quarantine
-from components.data.preparation import prepare_prompts, without_choices
-from components.data.prompt_list import PROMPTS, write_prompts
+from components.data.preparation import measured_with, write_prepared
 from components.data.sources import blamed_on, source_identity
 from components.engine_arguments import matters
-from components.rows import RowAccount, check_rows
+from components.rows import RowAccount
 from components.stage import Artifact, Outcome, Output, Stage
 from components.target.aux_layers import bytes_per_token, choose_aux_layers
 from components.target.engine import engine_identity
@@ -31,24 +28,14 @@ def prompts_stage(settings: Settings) -> Stage:
     data = settings.data
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        from components.target.chat import load_tokenizer
+        from components.data.progress import run_beside_driver
 
-        tokenizer = load_tokenizer(target_path(inputs["target"]))
-        prepared = prepare_prompts(
-            data,
-            tokenizer,
-            inputs["target"].facts["vocab_size"],
-            settings.target.chat_template_kwargs,
-            measured_with(settings),
-        )
-        write_prompts(output.join(PROMPTS), prepared.prompts, prepared.splits)
-        write_quarantine(output.location, map(asdict, prepared.lost))
-        log.info("prompts: %s", prepared.rows.table())
-        _report(output, prepared.rows)
-        quarantine = output.join(QUARANTINE).uri
-        check_rows(without_choices(prepared.rows), data.max_dropped_fraction, "prompts", quarantine)
-        prepared.check(quarantine)
-        return Outcome(prepared.facts, prepared.rows)
+        target = inputs["target"]
+        vocab_size = target.facts["vocab_size"]
+        rows, facts = run_beside_driver(write_prepared, settings, str(target_path(target)), vocab_size, output.location)
+        log.info("prompts: %s", rows.table())
+        _report(output, rows)
+        return Outcome(facts, rows)
 
     return Stage(
         name="prompts",
@@ -63,7 +50,7 @@ def prompts_stage(settings: Settings) -> Stage:
             "seed": data.seed,
         },
         inputs=("target",),
-        version=2,
+        version=3,
         extra=lambda: {
             "sources": _identities(data.prompts, "data.prompts"),
             "benchmarks": [
@@ -168,15 +155,6 @@ def vocabulary_stage(settings: Settings) -> Stage:
         plan=lambda artifacts: f"{settings.draft.vocab_size} ids, a few seconds",
         forecast=partial(forecasts.forecast_vocabulary, settings),
     )
-
-
-def measured_with(settings: Settings) -> dict[str, list[PromptSource]]:
-    """Prompts beside the held-out ones that none for training may repeat, by the setting that names them."""
-    answered = {
-        f"evaluate.benchmarks.{name}.path": [PromptSource(path=benchmark.path)]
-        for name, benchmark in settings.evaluate.benchmarks.items()
-    }
-    return {"data.benchmarks": settings.data.benchmarks} | answered
 
 
 def _identities(sources: list[PromptSource], setting: str) -> list[dict[str, Any]]:

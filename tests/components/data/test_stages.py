@@ -16,6 +16,7 @@ from components.stage import Artifact, run_stage
 from components.storage import Location
 from components.target.stages import target_stage
 from tests.components.data.prompt_rows import read
+from tests.peak import forget_peak, peak_bytes
 
 ROWS = [
     {"messages": [{"role": "user", "content": "Which river is the longest?"}], "family": "explanation"},
@@ -172,6 +173,28 @@ def test_what_the_evaluation_answers_is_not_trained_on(tiny_target, tmp_path):
     other = settings_for(file, tiny_target, "evaluate.benchmarks.sums.path=missing.jsonl")
     with pytest.raises(ConfigError, match=r"^evaluate\.benchmarks\.sums\.path: .*missing.jsonl does not exist"):
         run_prompts(other, Location(f"{tmp_path}/s"))
+
+
+def test_the_driver_holds_no_prompts(ray_cluster, tiny_target, tmp_path):
+    """More than 130 MB of them, which are read, listed and planned for."""
+    paragraph = " ".join(f"word{number}" for number in range(6000))
+    file = write_rows(tmp_path / "asked.jsonl", [{"prompt": f"{number} {paragraph}"} for number in range(2600)])
+    settings = settings_for(file, tiny_target, "data.contamination=off")
+    target, _ = run_stage(target_stage(settings), {}, Location(f"{tmp_path}/s"), 60)
+    stage = prompts_stage(settings)
+    forget_peak()
+    before = peak_bytes()
+    expected = stage.forecast({"target": target}, {})
+    artifact, _ = run_stage(stage, {"target": target}, Location(f"{tmp_path}/s"), 60)
+    grown = peak_bytes() - before
+    assert artifact.manifest["rows"]["kept"] == 2600
+    assert expected.bytes > 130e6
+    assert grown < 30e6
+
+
+def test_the_message_for_a_bad_setting_comes_from_the_other_process(ray_cluster, tiny_target, tmp_path):
+    with pytest.raises(ConfigError, match=r"^data\.prompts: no usable row in .*unknown_shape 1.*mend the rows"):
+        run_prompts(settings_for(write_rows(tmp_path / "x.jsonl", [{"a": 1}]), tiny_target), Location(f"{tmp_path}/s"))
 
 
 @pytest.mark.parametrize(
