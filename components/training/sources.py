@@ -5,10 +5,11 @@ Both are asked for documents in training's order and hand them out in that order
 
 import json
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
@@ -17,18 +18,20 @@ from ray import ObjectRef
 
 from components.config import Settings, StageResources
 from components.data.extractors.interface import ExtractorSpec
+from components.data.open_shards import Kept, OpenShards
 from components.data.progress import start_beside_driver
-from components.data.shards import StoredDocument, read_shard
 from components.data.streaming import StreamJob, StreamWorker
 from components.data.trials import Place, Trials
 from components.draft.batch import Document
 from components.section import ConfigError
 from components.storage import Location
+from components.training.host_memory import KEPT_BYTES
 from components.training.order import SHARDS_SHUFFLED_TOGETHER, Entry
 
 log = logging.getLogger("aerie")
 
 GB = 1e9
+OPEN_SHARDS = SHARDS_SHUFFLED_TOGETHER + 1  # of an epoch's group, and the first of the next one
 
 
 class DocumentSource(Protocol):
@@ -41,22 +44,29 @@ class DocumentSource(Protocol):
 
 @dataclass
 class StoredDocuments:
-    """Documents of a features output, with the last few shards kept in memory."""
+    """Documents of a features output, read one by one as they are asked for."""
 
     location: Location
-    max_shards: int = SHARDS_SHUFFLED_TOGETHER + 1
-    _shards: OrderedDict[str, list[StoredDocument]] = field(default_factory=OrderedDict, init=False)
+    kept_bytes: float = KEPT_BYTES
+    """Memory for documents that are asked for again."""
 
     def documents(self, entries: Iterable[Entry]) -> Iterator[Document]:
         return map(self._read, entries)
 
     def _read(self, entry: Entry) -> Document:
-        if entry.shard not in self._shards:
-            self._shards[entry.shard] = read_shard(self.location, entry.shard)
-            if len(self._shards) > self.max_shards:
-                self._shards.popitem(last=False)
-        self._shards.move_to_end(entry.shard)
-        return self._shards[entry.shard][entry.row]
+        document = self._kept.get(entry)
+        if document is None:
+            document = self._shards.read(entry.shard, entry.row)
+            self._kept.offer(entry, document, document.num_bytes)
+        return document
+
+    @cached_property
+    def _shards(self) -> OpenShards:
+        return OpenShards(self.location, OPEN_SHARDS)
+
+    @cached_property
+    def _kept(self) -> Kept[Entry, Document]:
+        return Kept(self.kept_bytes)
 
 
 @dataclass(frozen=True)
