@@ -30,6 +30,7 @@ from components.data.progress import (
     progress_lines,
     start_beside_driver,
 )
+from components.section import ConfigError
 from components.storage import Location
 
 log = logging.getLogger("aerie")
@@ -63,6 +64,7 @@ def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> None:
 
     Raises:
         OSError: the storage is full; what is done stays.
+        ConfigError: the storage did not answer, again and again; what is done stays.
         WorkersFailed: workers did not start, or did nothing but die.
     """
     pending = _missing(job, tasks)
@@ -95,8 +97,12 @@ def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> None:
 def _check(job: PartJob, stop: Stop | None) -> None:
     if stop is None:
         return
+    last_line = stop.words.strip().rpartition("\n")[2]
+    if stop.failure == "full":
+        raise OSError(errno.ENOSPC, last_line)
     if stop.failure == "storage":
-        raise OSError(errno.ENOSPC, stop.words.strip().rpartition("\n")[2])
+        problem = f"it cannot be read or written ({last_line}); what is done of {job.title} stays"
+        raise ConfigError("storage.uri", problem, "repeat the command once it answers: it goes on")
     happened = "its worker does not start" if stop.failure == "start" else "workers die of whatever they are given"
     raise WorkersFailed(f"{job.title}: {happened}; the last one said:\n{stop.words}")
 

@@ -134,7 +134,8 @@ class StreamWorker:
             WorkersFailed: too many processes died and did nothing.
         """
         if self._extractor is None:
-            last_words = ray.get(self._trials.start.remote(self._number))
+            node = ray.get_runtime_context().get_node_id()
+            last_words = ray.get(self._trials.start.remote(self._number, node))
             if last_words is not None:
                 raise WorkersFailed(
                     f"capture: workers die of whatever they are given; the last one said:\n{last_words}"

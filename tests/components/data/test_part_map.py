@@ -13,6 +13,8 @@ from components.data.progress import WorkersFailed
 from components.storage import Location
 from tests.components.data.counting import (
     HELPERS,
+    OUTAGE,
+    OUTAGES,
     FullDiskWorker,
     LockingWorker,
     NoStartWorker,
@@ -37,8 +39,8 @@ def tasks(num_parts: int) -> list[PartTask]:
 
 
 def test_only_the_row_that_ends_its_workers_is_lost(output):
-    """24 rows in three parts; 15 ends the process of every worker, 20 raises in it."""
-    make_parts(counting_job(output, 8, {15}, {20}, max_attempts=1), tasks(3))
+    """24 rows in three parts; 15 ends the process of every worker, 20 raises in it, at 3 the storage is away for a while."""
+    make_parts(counting_job(output, 8, {15}, {20}, (), "", 0.0, {3}, max_attempts=1), tasks(3))
     assert numbers_in(output) == [number for number in range(24) if number not in (15, 20)]
     rows = conclude("counting", output, 1.0).rows
     assert (rows.kept, rows.failed) == (22, {"worker_died": 1, "worker_error": 1})
@@ -47,6 +49,7 @@ def test_only_the_row_that_ends_its_workers_is_lost(output):
     assert details[15] == "the worker's process ended without a word"
     assert "ArithmeticError: 20 is impossible" in details[20]
     assert not [name for name in output.files() if name.startswith(PIECES)]
+    assert len(output.join(OUTAGE).files()) == OUTAGES
     # each death narrows the search: nothing is made once for every try of a deadly row
     assert max(times_made(output).values()) <= 4
 
