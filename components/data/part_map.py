@@ -18,6 +18,7 @@ import ray.data
 from ray.exceptions import RayError
 from ray.util.annotations import RayDeprecationWarning
 
+from components.cluster_room import Need, check_room, waiting_lines
 from components.config import StageResources
 from components.data.part_worker import PartRunner, PartTask, PartWorker
 from components.data.parts import part_name
@@ -64,15 +65,21 @@ def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> None:
 
     Raises:
         OSError: the storage is full; what is done stays.
-        ConfigError: the storage did not answer, again and again; what is done stays.
+        ConfigError: the cluster has not the workers' resources; or the storage did not answer, again and again, and what is done stays.
         WorkersFailed: workers did not start, or did nothing but die.
     """
-    pending = _missing(job, tasks)
+    pending, need = _missing(job, tasks), Need.of(f"resources.{job.title}", job.resources)
     if len(pending) < len(tasks):
         log.info("%s: %d of %d parts are there already", job.title, len(tasks) - len(pending), len(tasks))
     if not pending:
         return
     progress = start_beside_driver(Progress, job.resources.replicas + DEATHS_PER_ATTEMPT * job.max_attempts)
+    check_room([need])
+    with waiting_lines(job.title, [need], lambda: ray.get(progress.has_begun.remote(), timeout=5)):
+        _make(job, tasks, pending, progress)
+
+
+def _make(job: PartJob, tasks: Sequence[PartTask], pending: list[PartTask], progress: Any) -> None:
     failed_runs = 0
     while pending:
         try:

@@ -51,7 +51,7 @@ class Progress:
         self._max_calls = max_calls_without_progress
         self._calls = 0
         self._failed_starts = 0
-        self._has_worked = False
+        self._has_begun = self._has_worked = False
         self._failure: Failure = "rows"
         self._excused: set[str] = set()
         self._words = ""
@@ -60,9 +60,14 @@ class Progress:
     def begin(self) -> bool:
         """A worker takes a call; False: it should leave it."""
         self._calls += 1
+        self._has_begun = True
         if self._calls > self._max_calls:
             self.stop(self._failure, self._words or "the workers' processes ended without a word")
         return self._stop is None
+
+    def has_begun(self) -> bool:
+        """Whether any worker's process was there to take a call."""
+        return self._has_begun
 
     def add(self, done: Mapping[str, int]) -> None:
         """Something was done; an empty sum counts as well."""

@@ -1,15 +1,21 @@
 """Parts made under a real Ray by workers that die, raise, do not start or find the disk full; and by many of them."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+import ray
 
+from components import cluster_room
+from components.cluster_room import Started
 from components.data.part_map import make_parts
 from components.data.part_worker import PartTask
 from components.data.parts import QUARANTINE, conclude, part_names
 from components.data.pieces import PIECES
 from components.data.progress import WorkersFailed
+from components.section import ConfigError
 from components.storage import Location
 from tests.components.data.counting import (
     HELPERS,
@@ -84,6 +90,28 @@ def test_a_full_disk_ends_the_job_and_keeps_what_is_done(output):
     make_parts(counting_job(output, 4), tasks(4))
     assert numbers_in(output) == list(range(16))
     assert [times_made(output)[number] for number in range(8)] == [1] * 8
+
+
+def test_a_cluster_that_is_too_small_is_refused_before_anything_starts(output):
+    with pytest.raises(ConfigError, match=r"resources\.counting: 9 x 1 CPUs do not fit in .* 1 x 8 CPUs"):
+        make_parts(counting_job(output, 4, replicas=9), tasks(2))
+    assert output.files() == []
+
+
+def test_whoever_waits_says_for_what_and_who_has_it(output, caplog, monkeypatch):
+    monkeypatch.setattr(cluster_room, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(cluster_room, "REPEAT_S", 1.0)
+    holder = ray.remote(num_cpus=8)(Started).remote()
+    assert not ray.get(holder.is_set.remote())
+    with ThreadPoolExecutor(1) as pool, caplog.at_level("WARNING", logger="aerie"):
+        done = pool.submit(make_parts, counting_job(output, 4), tasks(2))
+        deadline_s = time.monotonic() + 60
+        while not (lines := [line for line in caplog.messages if "Started" in line]) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        ray.kill(holder)
+        done.result()
+    assert "counting: nothing has started yet: needs 2 x 1 CPUs; free: 0 of 8 CPUs; held: Started (8 CPUs)" in lines
+    assert numbers_in(output) == list(range(8))
 
 
 def test_the_driver_holds_no_rows(output):
