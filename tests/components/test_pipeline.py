@@ -69,7 +69,7 @@ def test_the_second_run_makes_nothing_and_connects_to_nothing(tmp_path: Path) ->
     assert run(tmp_path) == ["answers", "words", "head", "report"]
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     again = make(tmp_path)
-    again.before_first_run = lambda: pytest.fail("connected to Ray for nothing")
+    again.before_first_run = lambda stages: pytest.fail("connected to Ray for nothing")
     assert set(again.run(Selection())) == {"answers", "words", "head", "report"}
     assert again.made == []
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
