@@ -91,9 +91,10 @@ class Exchange:
     async def relay(self, first: list[Any]) -> AsyncIterator[str]:
         """The stream's events for the client, those that are there at once in one piece; a failure is an event, for the status has been sent."""
         label = {"arm": self.asked.arm, "head": self.asked.head}
-        items: list[Any] | None = [label_event(first[0], label), *first[1:]]
+        items: list[Any] | None = first
         shown: list[str] = []
         try:
+            items = [label_event(first[0], label), *first[1:]]
             while items is not None:
                 for item in items:
                     raise_if_error(item)
@@ -110,11 +111,18 @@ class Exchange:
                     shown = []
                 items = await self.call.next_items()
             raise ApiError(502, f"the stream of arm {self.asked.arm} broke off", "broken_stream")
-        except ApiError as error:
-            self.finish(error)
-            yield f"{''.join(shown)}data: {json.dumps(error.body)}\n\n{STREAM_END}\n\n"
+        except Exception as error:
+            failure = error if isinstance(error, ApiError) else self._unreadable(error)
+            self.finish(failure)
+            yield f"{''.join(shown)}data: {json.dumps(failure.body)}\n\n{STREAM_END}\n\n"
         finally:
             self.finish(CLIENT_CLOSED)
+
+    def _unreadable(self, error: Exception) -> ApiError:
+        """For an item that is no event of a stream; without its words, which may hold a text."""
+        return ApiError(
+            502, f"the stream of arm {self.asked.arm} cannot be read ({type(error).__name__})", "arm_failed"
+        )
 
     def finish(self, error: ApiError | str | None) -> None:
         """The end of the exchange; only the first one counts."""

@@ -45,7 +45,7 @@ class Metrics:
         self._rejected.labels(NO_ARM)  # a rate needs the zero
         self._shadowed = counter("shadow_requests", "Copies that a shadow took, however they ended.")
         self._shadow_errors = counter("shadow_errors", "Copies that the shadow refused, or failed at.", "code")
-        self._dropped = counter("shadow_dropped", "Copies that a shadow was too busy to take.")
+        self._dropped = counter("shadow_dropped", "Copies that a shadow could not take: it was too busy, or out.")
         self._prompt = counter("prompt_tokens", "Prompt tokens of answered requests.")
         self._output = counter("output_tokens", "Output tokens of answered requests.")
         self._rounds = counter(

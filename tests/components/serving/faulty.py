@@ -107,6 +107,13 @@ class Faulty(Delivering):
         yield CHUNK
         raise RuntimeError("the engine died")
 
+    async def broken_event(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield 'data: {"choices": [{"delta": {"content": "x"\n\n'
+        yield DONE
+
+    async def no_event(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield ANSWER
+
     async def break_off(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         yield CHUNK
 

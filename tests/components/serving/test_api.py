@@ -159,6 +159,15 @@ def test_an_answer_that_is_no_json_is_a_failure_in_the_figures_too(two):
     assert two.figure("aerie_errors_total", arm="a", code="arm_failed") == 1
 
 
+@pytest.mark.parametrize("do", ["broken_event", "no_event"])
+def test_a_stream_that_cannot_be_read_is_the_arms_failure_and_no_client_that_left(two, do):
+    reply = two.ask(do, stream=True, headers={"x-aerie-arm": "a"})
+    assert json.loads(events(reply)[-2])["error"]["code"] == "arm_failed"
+    assert events(reply)[-1] == "[DONE]"
+    assert two.figure("aerie_errors_total", arm="a", code="arm_failed") == 1
+    assert two.figure("aerie_client_closed_total", arm="a") == 0
+
+
 def test_an_empty_header_is_no_header(two):
     by_user = two.ask(user="u").headers["x-aerie-arm"]
     reply = two.ask(user="u", headers={"x-session-id": "", "x-aerie-arm": "", "x-aerie-task": ""})
