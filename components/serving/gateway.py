@@ -121,6 +121,7 @@ class Gateway:
             "weight_epoch": routing.weight_epoch,
             "arms": describe_arms(routing, out, sessions),
             "leaving": self._leaving(routing),
+            "oldest_running_at": self._oldest_running_at(routing),
         }
 
     def metrics(self) -> bytes:
@@ -168,7 +169,7 @@ class Gateway:
             items = self._ask(app, route, body)
         except LookupError as error:
             items = NotThere(asked.arm, str(error))
-        call = Call(asked.arm, app, items, routing.first_item_timeout_s)
+        call = Call(asked.arm, app, items, routing.first_item_timeout_s, meter.started_at)
         self._ejector.started(asked.arm)
         self._running[asked.arm].add(call)
         return Exchange(asked, call, meter, self._ended)
@@ -178,6 +179,13 @@ class Gateway:
         named = {arm.app for arm in routing.arms.values()}
         running = Counter(call.app for calls in self._running.values() for call in calls)
         return {app: num for app, num in running.items() if app not in named}
+
+    def _oldest_running_at(self, routing: Routing) -> float | None:
+        """Unix time in seconds at which the oldest request began that runs now, shadows' copies aside; None without one."""
+        started = (
+            call.started_at for arm in self._running.keys() - set(routing.shadows) for call in self._running[arm]
+        )
+        return min(started, default=None)
 
     def _copy_to_shadows(self, routing: Routing, asked: Asked, route: str, body: dict[str, Any]) -> None:
         for arm in routing.shadows:

@@ -34,6 +34,8 @@ class Call:
     """The arm's Serve application when it was asked."""
     items: Upstream
     timeout_s: float
+    started_at: float
+    """Unix time in seconds at which the request was read."""
     killed: bool = False
     _waiting: asyncio.Timeout | None = field(default=None, init=False)
 

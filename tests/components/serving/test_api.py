@@ -475,13 +475,17 @@ def test_a_killed_arm_is_cut_off_under_its_old_name_too():
 def test_another_engine_takes_over_an_arm_and_what_runs_on_the_old_one_ends_there():
     arms = {"v1": Faulty(), "v2": Faulty()}
     with local_router(arms, routing_to("champion", app="v1")) as router:
+        assert router.client.get("/health").json()["oldest_running_at"] is None
+        asked_at = time.time()
         with router.client.stream("POST", CHAT, json={"do": "good", "stream": True}) as running:
             assert router.client.get("/health").json()["leaving"] == {}
+            assert asked_at <= router.client.get("/health").json()["oldest_running_at"] <= time.time()
             router.configure(routing_to("champion", app="v2"))
             assert router.client.get("/health").json()["leaving"] == {"v1": 1}
             assert router.ask().status_code == 200
             assert running.read().endswith(b"data: [DONE]\n\n")
         assert router.client.get("/health").json()["leaving"] == {}
+        assert router.client.get("/health").json()["oldest_running_at"] is None
     assert [len(arm.bodies) for arm in arms.values()] == [1, 1]
 
 
