@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -181,11 +182,12 @@ class Gateway:
         return {app: num for app, num in running.items() if app not in named}
 
     def _oldest_running_at(self, routing: Routing) -> float | None:
-        """Unix time in seconds at which the oldest request began that runs now, shadows' copies aside; None without one."""
-        started = (
-            call.started_at for arm in self._running.keys() - set(routing.shadows) for call in self._running[arm]
-        )
-        return min(started, default=None)
+        """Unix time in seconds at which the oldest request began that runs now (shadows' copies aside) or whose record is still to be
+        written; None without one. Who reads the records after this finds all of what began before."""
+        calls = [call for arm in self._running.keys() - set(routing.shadows) for call in self._running[arm]]
+        waiting_since = math.inf if self._writer is None else self._writer.waiting_since
+        oldest = min([waiting_since, *(call.started_at for call in calls)])
+        return None if oldest == math.inf else oldest
 
     def _copy_to_shadows(self, routing: Routing, asked: Asked, route: str, body: dict[str, Any]) -> None:
         for arm in routing.shadows:

@@ -7,6 +7,7 @@ day: requests that began on a day are in the folders of that day and of those th
 
 import json
 import logging
+import math
 import threading
 import time
 import uuid
@@ -102,6 +103,8 @@ class _Part:
     num_rows: int = 0
     num_written: int = 0
     """Rows that the file has by now."""
+    waiting_since: float = math.inf
+    """Start of the oldest request among the others."""
 
     @property
     def num_waiting(self) -> int:
@@ -110,10 +113,12 @@ class _Part:
     def add(self, records: list[LiveRecord]) -> None:
         self.data += encode_records(records)
         self.num_rows += len(records)
+        self.waiting_since = min([self.waiting_since, *(record.started_at for record in records)])
 
     def write(self) -> None:
         self.place.write_bytes(bytes(self.data))
         self.num_written = self.num_rows
+        self.waiting_since = math.inf
 
 
 class RecordWriter:
@@ -148,6 +153,7 @@ class RecordWriter:
         self._day = ""
         self._new: list[LiveRecord] = []
         self._parts: deque[_Part] = deque()
+        self._parts_since = math.inf
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live-records", daemon=True)
@@ -156,6 +162,12 @@ class RecordWriter:
     def add(self, record: LiveRecord) -> None:
         with self._lock:
             self._new.append(record)
+
+    @property
+    def waiting_since(self) -> float:
+        """Start (Unix time in seconds) of the oldest request whose record is not written yet; infinite without one."""
+        with self._lock:
+            return min([self._parts_since, *(record.started_at for record in self._new)])
 
     def end(self) -> None:
         """Lets the thread write what is left and end, without waiting for it."""
@@ -175,7 +187,7 @@ class RecordWriter:
 
     def _flush(self) -> None:
         with self._lock:
-            new, self._new = self._new, []
+            new = taken = list(self._new)
         now = datetime.fromtimestamp(self._clock(), UTC)
         if f"{now:%Y-%m-%d}" != self._day:
             self._day = f"{now:%Y-%m-%d}"
@@ -186,6 +198,9 @@ class RecordWriter:
             mine, new = new[: ROWS_PER_PART - part.num_rows], new[ROWS_PER_PART - part.num_rows :]
             part.add(mine)
             reachable = reachable and self._write()  # one failure is enough: each may take a minute
+        with self._lock:
+            del self._new[: len(taken)]
+            self._parts_since = min((part.waiting_since for part in self._parts), default=math.inf)
 
     def _open_part(self, now: datetime) -> _Part:
         """The part that takes records now."""

@@ -549,6 +549,18 @@ def test_records_hold_figures_and_no_text(tmp_path):
     assert "somebody" not in text
 
 
+def test_a_request_counts_as_running_until_its_record_can_be_read(tmp_path):
+    blocked = tmp_path / "live"
+    blocked.write_text("a file where the folder should be")
+    with local_router({"a": Faulty()}, routing_to("a", records=str(blocked))) as router:
+        asked_at = time.time()
+        router.ask()
+        assert asked_at <= router.client.get("/health").json()["oldest_running_at"] <= time.time()
+        blocked.unlink()
+        wait_until(lambda: router.client.get("/health").json()["oldest_running_at"] is None)
+        assert len(read_records(blocked)) == 1
+
+
 def test_a_client_that_leaves_is_no_fault_of_the_arm(tmp_path):
     with local_router({"a": Faulty()}, routing_to("a", records=str(tmp_path))) as router:
         with pytest.raises(httpx.ReadTimeout):

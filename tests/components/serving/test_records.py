@@ -1,6 +1,7 @@
 """Records of live traffic: whole files only, in time, for as long as they shall be kept, on a folder and on S3."""
 
 import dataclasses
+import math
 import threading
 import time
 from datetime import UTC, datetime, timedelta
@@ -158,6 +159,22 @@ def test_what_is_lost_is_counted_and_logged(tmp_path, monkeypatch, caplog):
     writer.add(record())
     writer.close()
     assert sum(lost) == 21, "what is left at the end is lost as well"
+
+
+def test_it_says_since_when_records_wait(tmp_path):
+    blocked = tmp_path / "live"
+    blocked.write_text("a file where the folder should be")
+    writer = RecordWriter(Location(str(blocked)), None, FAST_S)
+    assert writer.waiting_since == math.inf
+    for number in (7, 5, 9):
+        writer.add(record(number))
+        assert writer.waiting_since == record(min(7, number) if number != 9 else 5).started_at
+    time.sleep(5 * FAST_S)
+    assert writer.waiting_since == record(5).started_at
+    blocked.unlink()
+    wait_until(lambda: writer.waiting_since == math.inf)
+    assert len(written(Location(str(blocked)))) == 3
+    writer.close()
 
 
 def test_records_go_to_s3_as_well(s3_bucket):
