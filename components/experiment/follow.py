@@ -1,10 +1,13 @@
 """Reading live records while they are being written."""
 
+import logging
 from datetime import UTC, datetime
 
 from components.experiment.sessions import ended_at
 from components.serving.records import LiveRecord, decode_records
 from components.storage import Location
+
+log = logging.getLogger("aerie")
 
 PART = ".jsonl"
 """Of finished parts; one that is being written has another end."""
@@ -27,17 +30,23 @@ class Follower:
         """Records of each part that were given."""
 
     def new(self) -> list[LiveRecord]:
-        """What has come since the last call, in the order in which the requests ended."""
-        found = [record for name in self._grown() for record in self._rest(name)]
+        """What has come since the last call, in the order in which the requests ended; what the storage does not give now comes later."""
+        found: list[LiveRecord] = []
+        try:
+            for name, size in self._grown().items():
+                found += self._rest(name)
+                self._sizes[name] = size  # after it was read, or it would not be read again
+        except OSError as error:
+            log.warning("live records in %s cannot be read now, and are tried again: %s", self._location.uri, error)
         return sorted((record for record in found if record.started_at >= self._since), key=ended_at)
 
-    def _grown(self) -> list[str]:
-        grown = []
-        for name, size in sorted(self._location.sizes_bytes().items()):
-            if name.endswith(PART) and name.split("/")[0] >= self._first_day and self._sizes.get(name) != size:
-                self._sizes[name] = size
-                grown.append(name)
-        return grown
+    def _grown(self) -> dict[str, int]:
+        """Sizes of the parts that are to be read."""
+        return {
+            name: size
+            for name, size in sorted(self._location.sizes_bytes().items())
+            if name.endswith(PART) and name.split("/")[0] >= self._first_day and self._sizes.get(name) != size
+        }
 
     def _rest(self, name: str) -> list[LiveRecord]:
         records = decode_records(self._location.join(name).read_bytes())

@@ -1,77 +1,24 @@
-"""A change of the traffic by somebody else while a deployment waits for engines: it stays, and the deployment says so.
+"""A change of the traffic by somebody else while a deployment waits for engines: it stays, and the deployment says so."""
 
-Serve's API is a table in this process, whose router is a real one without Ray.
-"""
-
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from components.config import Settings
 from components.evaluation.arms import head_arm
 from components.serving import deploy as deploying
-from components.serving import running
 from components.serving.apps import ServedArm, Service, application_name
 from components.serving.deploy import RoutingChanged, deploy
-from components.serving.listing import ROUTER, Applications, routing_of, with_routing
+from components.serving.listing import ROUTER
 from components.serving.routing import ArmChange, ArmState, Routing, change_arms, kill_all_but_control
 from components.serving.waiting import DeploymentFailed
-from tests.components.serving.local import LocalRouter, local_router, routing_to
-
-Act = Callable[[], None]
-
-
-@dataclass
-class ServeTable:
-    """What `ServeSubmissionClient` answers: everything listed runs at once."""
-
-    router: LocalRouter
-    applications: Applications
-    act_after: dict[int, Act]
-    """What somebody else does after the first, second, ... configuration."""
-    num_put: int = 0
-
-    def get_serve_details(self) -> dict[str, Any]:
-        url = self.router.client.base_url
-        return {
-            "controller_info": {"actor_id": "one"},
-            "http_options": {"host": url.host, "port": url.port},
-            "applications": {
-                name: {"status": "RUNNING", "deployed_app_config": app, "route_prefix": app["route_prefix"]}
-                for name, app in self.applications.items()
-            },
-        }
-
-    def deploy_applications(self, config: dict[str, Any]) -> None:
-        self.applications = {app["name"]: app for app in config["applications"]}
-        self.router.configure(self.routing)
-        self.num_put += 1
-        self.act_after.pop(self.num_put, lambda: None)()
-
-    @property
-    def routing(self) -> Routing:
-        found = routing_of(self.applications.get(ROUTER))
-        assert found is not None
-        return found
-
-    def operator(self, change: Callable[[Routing], Routing]) -> None:
-        """As the router does with an operator's change: live, and then kept."""
-        changed = change(self.routing)
-        self.router.configure(changed)
-        self.applications[ROUTER] = with_routing(self.applications[ROUTER], changed)
+from tests.components.serving.serve_table import ServeTable, serve_table
 
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeTable]:
-    with local_router({}, routing_to("none")) as router:
-        table = ServeTable(router, {}, {})
-        monkeypatch.setattr(deploying, "connect", lambda: table)
-        monkeypatch.setattr(deploying, "has_room", lambda bundles: True)
-        monkeypatch.setattr(deploying, "wait_until_answering", lambda service, name: None)
-        monkeypatch.setattr(running, "_job_files", dict)
+    with serve_table(monkeypatch) as table:
         yield table
 
 
