@@ -1,15 +1,18 @@
 #!/usr/bin/env python
-"""Serve the champion behind the endpoint, until something else is served there; or try the challenger beside it (--experiment)."""
+"""Serve the champion behind the endpoint, until something else is served there; try the challenger beside it (--experiment); watch what serves (--watch)."""
 
 import json
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from components.config import Settings
-from components.experiment.conduct import ask_health
-from components.experiment.run import run_experiment
+from components.experiment.conduct import ask_health, live_weight
+from components.experiment.run import opponent, records_of, run_experiment
+from components.experiment.watching import watch_endpoint
 from components.pipeline import Pipeline, Selection
 from components.publishing.incumbent import check_target
 from components.publishing.stages import challenger_stage, champion_stage
@@ -19,6 +22,7 @@ from components.serving.deploy import deploy, routed_model
 from components.serving.records import live_records
 from components.serving.stages import champion_arm
 from components.stage import Stage
+from components.storage import Location
 from components.target.stages import target_path, target_stage
 from pipelines.cli import connect_to_ray, guarded, make_pipeline, run_pipeline
 from pipelines.run_options import RunOptions, with_run_options
@@ -85,9 +89,30 @@ def move_endpoint(settings: Settings, version: int, allow_gap: bool) -> bool:
     return True
 
 
-def define_experiment(settings: Settings) -> Sequence[Stage]:
+def watch_champion(pipeline: Pipeline, allow_gap: bool) -> None:
+    """Watches what serves, until it is interrupted; deploys the champion first where no session reaches it."""
+    champion, settings = pipeline.artifacts.get("champion"), pipeline.settings
+    if champion is None:
+        return
+    records, address = records_of(settings, pipeline.storage), f"http://{settings.ab.host}:{settings.ab.port}"
+    if not _serves(address, champion_arm(champion, 1.0).head):
+        serve_champion(pipeline, allow_gap)
+    policy, config = settings.ab.experiment, settings.ab.watch
+    for _ in watch_endpoint(lambda: ask_health(address), records, policy, config, time.time()):
+        pass  # it logs its alarms, and nothing else follows from them
+
+
+def _serves(address: str, head: str) -> bool:
+    """Whether sessions reach an arm with this head."""
+    health = ask_health(address)
+    if health is None:
+        return False
+    return any(told["head"] == head and live_weight(health, name) > 0 for name, told in health["arms"].items())
+
+
+def define_experiment(settings: Settings, version: int | None = None) -> Sequence[Stage]:
     return [
-        *define_stages(settings),
+        *define_stages(settings, version),  # after a promotion the champion before, which an alarm may bring back
         challenger_stage(settings),  # the latest registered head
     ]
 
@@ -101,7 +126,7 @@ def conduct_experiment(pipeline: Pipeline, watch: bool, override: str | None, al
     try:
         run_experiment(pipeline.settings, pipeline.storage, pipeline.artifacts, watch, override, allow_gap)
     except KeyboardInterrupt:
-        print("interrupted: both heads go on serving; the same command goes on with the experiment", flush=True)
+        print("interrupted: what serves goes on serving; the same command goes on from here", flush=True)
         raise typer.Exit(130) from None
 
 
@@ -120,19 +145,28 @@ def main(
         str | None,
         typer.Option(help="With --experiment: why a challenger that the gate refused may be tried; kept as a tag."),
     ] = None,
-    watch: Annotated[bool, typer.Option(help="With --experiment: after a promotion watch AL and latency.")] = False,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            help="Watch AL and latency of what serves, and say so in the log when they get worse; with --experiment after a promotion."
+        ),
+    ] = False,
     allow_gap: AllowGap = False,
 ) -> None:
-    if watch and not experiment:
-        raise ConfigError("--watch", "there is nothing to compare the champion with", "give --experiment as well")
-    stages = define_experiment if experiment else define_stages
-    pipeline = run_pipeline(stages, options)
+    pipeline = run_pipeline(_define_experiment if experiment else define_stages, options)
     if options.plan:
         return
     if experiment:
         conduct_experiment(pipeline, watch, override, allow_gap)
+    elif watch:
+        with suppress(KeyboardInterrupt):
+            watch_champion(pipeline, allow_gap)
     else:
         serve_champion(pipeline, allow_gap)
+
+
+def _define_experiment(settings: Settings) -> Sequence[Stage]:
+    return define_experiment(settings, opponent(settings, Location(settings.storage.uri)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,15 @@ from components.storage import Location
 
 FOLDER = "experiments"
 """Of a storage."""
-PLAN, EPOCHS, DECISION = "plan.json", "epochs", "decision.json"
+PLAN, EPOCHS, DECISION, APPLIED, ROLLED_BACK = (
+    "plan.json",
+    "epochs",
+    "decision.json",
+    "applied.json",
+    "rolled_back.json",
+)
+LEASE = "_lease.json"
+"""Of a registered model: one experiment with its heads at a time."""
 
 
 @dataclass(frozen=True)
@@ -42,43 +50,72 @@ class Journal:
         """Chance of the challenger by weight epoch."""
         for name in location.join(EPOCHS).files():
             self.shares[int(name.removesuffix(".json"))] = json.loads(location.join(EPOCHS, name).read_bytes())
+        self._kept = set(self.shares)
 
     @property
     def policy(self) -> ExperimentConfig:
         return ExperimentConfig.model_validate(self.plan.policy)
 
     def note_epoch(self, epoch: int, share: float) -> None:
-        """The weights of an epoch never change: the first note stays."""
-        if epoch not in self.shares:
-            self.location.join(EPOCHS, f"{epoch}.json").write_bytes(json.dumps(share).encode())
-            self.shares[epoch] = share
+        """The weights of an epoch never change: the first note stays. After an OSError it counts here, and the next call writes it again."""
+        self.shares.setdefault(epoch, share)
+        for new in sorted(self.shares.keys() - self._kept):
+            self.location.join(EPOCHS, f"{new}.json").write_bytes(json.dumps(self.shares[new]).encode())
+            self._kept.add(new)
+
+    def decision(self) -> dict[str, Any] | None:
+        """What was decided, with its reasons and the figures of that moment; None while it is open."""
+        return self._read(DECISION)
 
     def decided(self) -> Action | None:
-        """What was decided; None while it is open."""
-        place = self.location.join(DECISION)
-        return Action(json.loads(place.read_bytes())["action"]) if place.exists() else None
-
-    def decided_at(self) -> float:
-        """Unix time in seconds of the decision; FileNotFoundError before."""
-        return float(json.loads(self.location.join(DECISION).read_bytes())["decided_at"])
+        """The action of the decision; None while it is open."""
+        found = self.decision()
+        return None if found is None else Action(found["action"])
 
     def decide(self, decision: Decision, shown: Mapping[str, Any]) -> None:
         """Notes the decision with its reasons and the figures `shown` with it, before anybody acts on it."""
         text = {"action": decision.action, "reasons": [asdict(r) for r in decision.reasons], "decided_at": time.time()}
-        self.location.join(DECISION).write_bytes(json.dumps(text | dict(shown), indent=1).encode())
+        self._write(DECISION, text | dict(shown))
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether traffic and alias are, or were, as decided: what moved them later was somebody else's decision."""
+        return self.location.join(APPLIED).exists()
+
+    def note_applied(self) -> None:
+        if not self.is_applied:
+            self._write(APPLIED, {"applied_at": time.time()})
+
+    def rolled_back(self) -> str | None:
+        """Why the promotion was undone; None where it was not."""
+        found = self._read(ROLLED_BACK)
+        return None if found is None else str(found["why"])
+
+    def note_rolled_back(self, why: str) -> None:
+        self._write(ROLLED_BACK, {"why": why, "rolled_back_at": time.time()})
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        place = self.location.join(name)
+        return json.loads(place.read_bytes()) if place.exists() else None
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        self.location.join(name).write_bytes(json.dumps(content, indent=1).encode())
 
 
-def open_journal(storage: Location, wanted: Plan) -> Journal:
-    """The journal of this pair of heads, begun unless there is one.
+def folder_name(plan: Plan) -> str:
+    """Of an experiment, below its model's."""
+    return f"v{plan.challenger_version}-against-v{plan.champion_version}-{plan.target_digest[:8]}"
+
+
+def find_journal(storage: Location, wanted: Plan) -> Journal | None:
+    """The journal of this pair of heads; None where it was not begun.
 
     Raises:
         ConfigError: it was begun under another policy. A plan that changes after a look no longer keeps its promises.
     """
-    folder = f"v{wanted.challenger_version}-against-v{wanted.champion_version}-{wanted.target_digest[:8]}"
-    location = storage.join(FOLDER, wanted.name, folder)
-    text = json.dumps(asdict(wanted), indent=1)
-    if location.join(PLAN).create(text.encode()):
-        return Journal(location, wanted)
+    location = storage.join(FOLDER, wanted.name, folder_name(wanted))
+    if not location.join(PLAN).exists():
+        return None
     plan = Plan(**json.loads(location.join(PLAN).read_bytes()))
     differing = [name for name, value in wanted.policy.items() if plan.policy.get(name) != value and name != "poll_s"]
     if differing:
@@ -89,3 +126,13 @@ def open_journal(storage: Location, wanted: Plan) -> Journal:
             "set it back, or remove that folder and begin anew",
         )
     return Journal(location, plan)
+
+
+def open_journal(storage: Location, plan: Plan) -> Journal:
+    """The journal of this pair of heads, begun with this plan unless there is one. Raises as `find_journal`."""
+    location = storage.join(FOLDER, plan.name, folder_name(plan))
+    if location.join(PLAN).create(json.dumps(asdict(plan), indent=1).encode()):
+        return Journal(location, plan)
+    found = find_journal(storage, plan)
+    assert found is not None, "it exists, and nobody removes it"
+    return found

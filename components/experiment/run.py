@@ -1,43 +1,44 @@
 """`pipelines/serve.py --experiment`: both heads behind the endpoint, looks until there is a decision, and what follows from it.
 
 The same command after an interruption goes on: the plan, the weights and the decision are in the journal, findings come from the records, and
-each step that follows a decision may be repeated. Traffic moves before the alias does: a command killed in between finds the same pair again.
+each step that follows a decision may be repeated.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 
 from components.config import Settings
-from components.experiment.conduct import Show, ask_health, conduct, live_weight
+from components.experiment.conduct import Show, ask_health, conduct
 from components.experiment.follow import Follower
-from components.experiment.journal import Journal, Plan, open_journal
+from components.experiment.journal import FOLDER, LEASE, Journal, Plan, find_journal, open_journal
 from components.experiment.monitor import Arms
+from components.experiment.outcome import act, publish_decision, roll_back, until_it_works
+from components.experiment.pair import Pair, check_pair
 from components.experiment.policy import Action, Decision, Findings
-from components.experiment.sessions import Ledger, ended_at
-from components.experiment.table import findings_line, findings_table
-from components.experiment.watch import Alarm, Reference, Watch
+from components.experiment.table import decision_table, findings_line, findings_table
+from components.experiment.watching import acceptance_until, watch_endpoint
+from components.lease import Lease
 from components.publishing import registry
-from components.publishing.promotion import promote, rollback
+from components.publishing.promotion import replaced_version
+from components.publishing.run_log import mlflow_errors
 from components.publishing.stages import registry_of
 from components.publishing.versions import check_verdict, find
 from components.section import ConfigError
-from components.serving.apps import Service
-from components.serving.deploy import deploy
 from components.serving.records import live_records
-from components.serving.stages import CHALLENGER, CHAMPION, registered_arm
+from components.serving.stages import CHALLENGER, CHAMPION
 from components.stage import Artifact
 from components.storage import Location
-from components.target.stages import target_path
 
 log = logging.getLogger("aerie")
 
 ARMS = Arms(CHALLENGER, CHAMPION)
-Weights = Mapping[str, float]
 
 
 def run_experiment(
@@ -48,90 +49,105 @@ def run_experiment(
     override: str | None = None,
     allow_gap: bool = False,
 ) -> Action:
-    """Serves, looks, decides and acts.
+    """Serves, looks, decides and acts; of an experiment that is over it tells the decision.
 
     Args:
         settings: Of the run.
         storage: Where records and journal are.
-        artifacts: `target`, `champion` and `challenger`.
-        watch: Go on watching a promoted head until there is an alarm.
+        artifacts: `target`, `champion` and `challenger`; the champion is the one before (`opponent`) where the challenger was promoted.
+        watch: Go on watching a promoted head.
         override: Why a challenger that the gate refused may meet live traffic; kept as a tag when it is promoted.
         allow_gap: See `deploy`.
 
     Raises:
         ConfigError: the two heads cannot be compared, the gate refused the challenger, live records are off, or the plan changed.
+        LeaseHeld: another command conducts an experiment of this model.
         ChampionChanged: somebody else promoted another head meanwhile.
+        RoutingChanged: somebody else changed what is served meanwhile.
     """
     check_pair(artifacts)
-    heads = registry_of(settings, storage)
-    challenger = find(heads.client, heads.name, str(artifacts[CHALLENGER].facts["version"]))
-    check_verdict(challenger, override)
-    records = live_records(settings, storage)
-    if records is None:
-        raise ConfigError("ab.record_requests", "an experiment reads the live records", "set it to true")
-    journal = open_journal(storage, make_plan(settings, artifacts))
-
-    def serve(weights: Weights) -> None:
-        arms = [registered_arm(name, artifacts[name], weights[name]) for name in (CHAMPION, CHALLENGER)]
-        deploy(Service(settings, target_path(artifacts["target"]), arms, records), allow_gap)
-
-    address = f"http://{settings.ab.host}:{settings.ab.port}"
-    action = journal.decided()
-    if action is None:
-        serve(_start_weights(settings, address, artifacts))
-        log.info("experiment: %s/v1 serves both heads; interrupt and repeat the command at will", address)
-        with _shown(journal) as show:
-            decision, _ = conduct(journal, ARMS, records, lambda: ask_health(address), show)
-        action = decision.action
-    act(action, journal, serve, heads)
-    if action == Action.PROMOTE and override:
-        heads.client.set_model_version_tag(heads.name, challenger.version, registry.OVERRIDE_TAG, override)
-    if action == Action.PROMOTE and watch:
-        alarms = keep_watch(journal, records, settings)
-        if settings.ab.watch.rollback:
-            roll_back(journal, serve, heads, alarms)
+    heads, uri = registry_of(settings, storage), settings.mlflow.tracking_uri
+    with mlflow_errors(uri):
+        check_verdict(find(heads.client, heads.name, str(artifacts[CHALLENGER].facts["version"])), override)
+    pair = Pair(settings, artifacts, records_of(settings, storage), allow_gap)
+    with Lease(storage.join(FOLDER, heads.name, LEASE), settings.storage.lease_ttl_s) as lease:
+        plan = make_plan(settings, artifacts)
+        journal = find_journal(storage, plan)
+        with mlflow_errors(uri):
+            over = journal is not None and is_over(journal, heads)
+        if journal is None or not over:
+            journal = decide(journal, plan, pair, storage)
+            lease.check()
+            finish(journal, pair, heads, override)
+        else:
+            journal.note_applied()
+            tell(journal)
+        publish_decision(journal, heads)
+        action = journal.decided()
+        assert action is not None, "it is over"
+        if action == Action.PROMOTE and watch and journal.rolled_back() is None:
+            watch_promoted(journal, pair, heads)
     return action
 
 
-def act(action: Action, journal: Journal, serve: Callable[[Weights], None], heads: registry.Registry) -> None:
-    """Traffic to the winner, and after a promotion the alias; may be repeated.
-
-    Raises:
-        ChampionChanged: somebody else moved the alias; then traffic stays where it is.
-    """
-    plan, promoted = journal.plan, action == Action.PROMOTE
-    weights = {CHALLENGER: float(promoted), CHAMPION: float(not promoted)}
-    if promoted:
-        promote(heads, plan.challenger_version, plan.champion_version, lambda: serve(weights))
-    else:
-        serve(weights)
-    log.info("experiment: %s; all traffic goes to %s", action, CHALLENGER if promoted else CHAMPION)
-
-
-def roll_back(
-    journal: Journal, serve: Callable[[Weights], None], heads: registry.Registry, alarms: list[Alarm]
-) -> None:
-    """Traffic and alias back to the champion before, unless somebody moved the alias meanwhile."""
-    champion = registry.champion(heads.client, heads.name)
-    if champion is None or int(champion.version) != journal.plan.challenger_version:
-        log.warning("watch: the champion is another version by now, nothing is rolled back")
-        return
-    rollback(heads, lambda version: serve({CHALLENGER: 0.0, CHAMPION: 1.0}))
-    log.warning("watch: rolled back because of %s", ", ".join(alarm.figure for alarm in alarms))
+def decide(journal: Journal | None, plan: Plan, pair: Pair, storage: Location) -> Journal:
+    """The journal with its decision; serves both heads until there is one."""
+    if journal is None:
+        pair.begin(goes_on=False)
+        journal = open_journal(
+            storage, replace(plan, started_at=time.time())
+        )  # what came while engines started is no part of it
+    elif journal.decided() is None:
+        pair.begin(goes_on=True)
+    if journal.decided() is None:
+        log.info("experiment: %s/v1 serves both heads; interrupt and repeat the command at will", pair.address)
+        with _shown(journal) as show:
+            conduct(journal, ARMS, pair.records, pair.look, show, pair.heads)
+    return journal
 
 
-def check_pair(artifacts: Mapping[str, Artifact]) -> None:
-    """Raises ConfigError when a difference in AL between the two heads would say nothing."""
-    champion, challenger = artifacts[CHAMPION].facts, artifacts[CHALLENGER].facts
-    fix = "register another head (pipelines/full.py), or name another model"
-    if champion["head_digest"] == challenger["head_digest"]:
-        raise ConfigError("publish.name", f"the challenger, version {challenger['version']}, is the champion", fix)
-    depths = [facts["num_speculative_tokens"] for facts in (challenger, champion)]
-    if depths[0] != depths[1]:
-        problem = f"the challenger drafts K={depths[0]} tokens and the champion K={depths[1]}: a larger K alone has a larger AL"
-        raise ConfigError("evaluate.num_speculative_tokens", problem, f"register the challenger with K={depths[1]}")
-    if champion["target_digest"] != challenger["target_digest"]:
-        raise ConfigError("publish.name", "challenger and champion draft for different targets", fix)
+def finish(journal: Journal, pair: Pair, heads: registry.Registry, override: str | None) -> None:
+    """What the decision calls for; a promotion in spite of the gate is tagged first."""
+    action, version = journal.decided(), str(journal.plan.challenger_version)
+    assert action is not None, "it is decided"
+    if action == Action.PROMOTE and override:
+        until_it_works(
+            "the override's tag",
+            lambda: heads.client.set_model_version_tag(heads.name, version, registry.OVERRIDE_TAG, override),
+            journal.policy.poll_s,
+        )
+    act(action, journal, pair, heads)
+
+
+def is_over(journal: Journal, heads: registry.Registry) -> bool:
+    """Whether traffic and alias have been moved as decided: the alias is the last of both."""
+    return journal.is_applied or (
+        journal.decided() == Action.PROMOTE
+        and registry.holder(heads.client, heads.name, registry.CHAMPION) == journal.plan.challenger_version
+    )
+
+
+def opponent(settings: Settings, storage: Location) -> int | None:
+    """The version that the champion's arm stands for when it is not the alias's: after a promotion by an experiment, the one before."""
+    heads = registry_of(settings, storage)
+    with mlflow_errors(settings.mlflow.tracking_uri):
+        champion = registry.champion(heads.client, heads.name)
+        challenger = registry.holder(heads.client, heads.name, registry.CHALLENGER)
+    if champion is None or int(champion.version) != challenger:
+        return None
+    before, target = replaced_version(champion), champion.tags.get(registry.TARGET_DIGEST_TAG)
+    if before is None or target is None:
+        return None
+    journal = find_journal(storage, Plan(heads.name, challenger, before, target, {}, 0.0))
+    return before if journal is not None and journal.decided() == Action.PROMOTE else None
+
+
+def records_of(settings: Settings, storage: Location) -> Location:
+    """Where the live records are; ConfigError when they are off."""
+    records = live_records(settings, storage)
+    if records is None:
+        raise ConfigError("ab.record_requests", "experiment and watch read the live records", "set it to true")
+    return records
 
 
 def make_plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> Plan:
@@ -141,36 +157,31 @@ def make_plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> Plan:
     return Plan(settings.publish.name, *versions, champion["target_digest"], policy, time.time())
 
 
-def keep_watch(journal: Journal, records: Location, settings: Settings) -> list[Alarm]:
-    """Watches the promoted head until there is an alarm, and returns it."""
-    follower = Follower(records, journal.plan.started_at)
-    decided_at = journal.decided_at()
-    found = follower.new()
-    reference = Reference()
-    ledger = Ledger([CHALLENGER], journal.policy)
-    for record in found:
-        if ended_at(record) <= decided_at:
-            for session in [*ledger.silent(ended_at(record)), *ledger.add(record)]:
-                reference.add(session)
-    for session in ledger.close():
-        reference.add(session)
-    watch = Watch(CHALLENGER, journal.policy, settings.ab.watch, reference)
-    new = [record for record in found if record.started_at > decided_at]
-    while not (alarms := watch.add(new, time.time())):
-        time.sleep(journal.policy.poll_s)
-        new = follower.new()
-    for alarm in alarms:
-        log.warning("watch: %s is %s, it was %s", alarm.figure, alarm.measured, alarm.reference)
-    return alarms
+def tell(journal: Journal) -> None:
+    """What was decided before, and what became of it."""
+    kept, undone = journal.decision(), journal.rolled_back()
+    assert kept is not None, "it is over"
+    Console().print(decision_table(kept, ARMS))
+    if undone is not None:
+        log.info("experiment: the promotion was rolled back because %s", undone)
+    log.info("experiment: it is over; remove %s to begin anew", journal.location.uri)
 
 
-def _start_weights(settings: Settings, address: str, artifacts: Mapping[str, Artifact]) -> dict[str, float]:
-    """Those that are live, if both heads are (an operator may have changed them), else `ab.challenger_weight`."""
-    health = ask_health(address)
-    wanted = {name: registered_arm(name, artifacts[name], 0.0).head for name in (CHALLENGER, CHAMPION)}
-    if health is not None and all(health["arms"].get(name, {}).get("head") == head for name, head in wanted.items()):
-        return {name: live_weight(health, name) for name in wanted}
-    return {CHALLENGER: settings.ab.challenger_weight, CHAMPION: 1 - settings.ab.challenger_weight}
+def watch_promoted(journal: Journal, pair: Pair, heads: registry.Registry) -> None:
+    """Watches the promoted head; ends after a rollback, else when it is interrupted."""
+    decision, plan, config = journal.decision(), journal.plan, pair.settings.ab.watch
+    assert decision is not None, "it was promoted"
+    decided_at, head = float(decision["decided_at"]), pair.heads[CHALLENGER]
+    follower = Follower(pair.records, plan.started_at, pair.heads)
+    known = acceptance_until(follower.new(), CHALLENGER, journal.policy, decided_at)
+
+    def health() -> Mapping[str, Any] | None:
+        return ask_health(pair.address)
+
+    for served, alarms in watch_endpoint(health, pair.records, journal.policy, config, decided_at, head, known):
+        if alarms and config.rollback and served == head and roll_back(journal, pair, heads, alarms):
+            publish_decision(journal, heads)
+            return
 
 
 @contextmanager

@@ -1,7 +1,12 @@
 """An experiment's state for people: a table for terminals, a line for logs."""
 
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
 from rich.table import Table
 
+from components.evaluation.gate import Reason
 from components.experiment.monitor import Arms
 from components.experiment.policy import Decision, Findings
 
@@ -9,14 +14,25 @@ from components.experiment.policy import Decision, Findings
 def findings_table(findings: Findings, decision: Decision, arms: Arms, max_requests: int) -> Table:
     """Every reason with what was measured and what is required."""
     title = f"{arms.challenger} against {arms.control}: {decision.action}, {findings.requests}/{max_requests} requests"
-    table = Table("", "measured", "required", "", title=title)
-    lengths = ", ".join(f"{name} {_number(al)}" for name, al in findings.al.items())
+    table = _table(title, findings.al, decision.reasons)
     if findings.left_out:
         table.caption = (
             f"{findings.left_out} requests left out: dealt by weights that nobody noted, or without a choice"
         )
-    table.add_row("AL", lengths, "", "")
-    for reason in decision.reasons:
+    return table
+
+
+def decision_table(kept: Mapping[str, Any], arms: Arms) -> Table:
+    """The same of a decision that a journal keeps."""
+    when = f"{datetime.fromtimestamp(kept['decided_at'], UTC):%Y-%m-%d %H:%M} UTC"
+    title = f"{arms.challenger} against {arms.control}: {kept['action']}, {kept['requests']} requests, decided {when}"
+    return _table(title, kept["al"], [Reason(**reason) for reason in kept["reasons"]])
+
+
+def _table(title: str, al: Mapping[str, float | None], reasons: Iterable[Reason]) -> Table:
+    table = Table("", "measured", "required", "", title=title)
+    table.add_row("AL", ", ".join(f"{name} {_number(value)}" for name, value in al.items()), "", "")
+    for reason in reasons:
         table.add_row(reason.check, reason.measured, reason.required, "yes" if reason.passed else "no")
     return table
 

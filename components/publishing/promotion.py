@@ -77,7 +77,11 @@ def promote(
     return Promotion(version, incumbent, moved=True)
 
 
-def rollback(registry: Registry, move_traffic: Callable[[int], None] = lambda version: None) -> Promotion:
+def rollback(
+    registry: Registry,
+    move_traffic: Callable[[int], None] = lambda version: None,
+    only: tuple[int, int] | None = None,
+) -> Promotion:
     """Give the champion alias back to the version that held it before; the two swap, so that a second call undoes it.
 
     A tag says from where to where until all is done: a command that was interrupted anywhere is finished by the next one, never undone.
@@ -85,8 +89,10 @@ def rollback(registry: Registry, move_traffic: Callable[[int], None] = lambda ve
     Args:
         registry: The registered model.
         move_traffic: Called under the lease, before the aliases move, with the version that is champion again.
+        only: (from, to) that is meant; None: whatever held the alias before.
 
     Raises:
+        ChampionChanged: the rollback would be another one than `only`; nothing was done.
         NothingToRollBack: there is no `previous` version.
         LeaseHeld: another run changes this champion at this moment.
     """
@@ -96,6 +102,11 @@ def rollback(registry: Registry, move_traffic: Callable[[int], None] = lambda ve
         now, before = (any(holders) and _open_rollback(client, name)) or holders
         if holders[0] not in (now, before):  # the rollback under way was of another champion
             now, before = holders
+        if only is not None and (now, before) != only:
+            raise ChampionChanged(
+                f"{name}: {_text(only[0])} was to give way to {_text(only[1])}, but the champion is {_text(now)} "
+                f"and was {_text(before)} before"
+            )
         if before is None or before == now:
             raise NothingToRollBack(f"{name} has no earlier champion: promote a version instead")
         client.set_registered_model_tag(name, ROLLBACK_TAG, f"{now or ''}>{before}")

@@ -10,37 +10,17 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-import ray
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from components.section import ConfigError
-from components.serving.apps import (
-    ARM_PREFIX,
-    ServedArm,
-    Service,
-    application_name,
-    arm_application,
-    code_revision,
-    make_routing,
-    router_application,
-)
-from components.serving.cores import BIND_CORES, own_cores
-from components.serving.listing import (
-    PREFIX,
-    ROUTER,
-    Application,
-    Applications,
-    connect,
-    listed,
-    others,
-    ours,
-    put,
-    routing_of,
-    with_routing,
-)
+from components.serving.apps import ARM_PREFIX, ServedArm, Service, application_name, make_routing
+from components.serving.gateway import describe_changes
+from components.serving.listing import PREFIX, ROUTER, Applications, connect, listed, others, ours, put, routing_of
 from components.serving.room import has_room
 from components.serving.routing import ArmState, Routing, with_epoch
+from components.serving.running import answers, arms_beside, rerouted, router_as_it_runs, routing_now, runs
 from components.serving.waiting import (
+    DeploymentFailed,
     wait_until_answering,
     wait_until_gone,
     wait_until_left,
@@ -50,15 +30,18 @@ from components.serving.waiting import (
 
 log = logging.getLogger("aerie")
 
-FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+
+class RoutingChanged(DeploymentFailed):
+    """Somebody else changed the traffic since it was looked at; what they did stays."""
 
 
-def deploy(service: Service, allow_gap: bool = False) -> str:
+def deploy(service: Service, allow_gap: bool = False, epoch: int | None = None) -> str:
     """Makes `service` what is served and waits until every arm answers; what has not changed keeps its processes.
 
     Args:
         service: The arms; states that an operator gave them before are forgotten.
         allow_gap: Where there is no room for a second copy, remove the old arms first: nobody answers until a new one is up.
+        epoch: The weight epoch in which the caller decided this; None: whatever serves now.
 
     Returns:
         The address of the endpoint.
@@ -66,6 +49,7 @@ def deploy(service: Service, allow_gap: bool = False) -> str:
     Raises:
         ConfigError: no dashboard to talk to, the address or the route is somebody else's, or no room; then what served serves on.
         DeploymentFailed: an arm or the router did not start; what served serves on, if only there was room.
+        RoutingChanged: somebody else changed the traffic, before this or between two of its steps; what they did stays.
     """
     client = connect()
     _claim_address(client, service, allow_gap)
@@ -73,32 +57,57 @@ def deploy(service: Service, allow_gap: bool = False) -> str:
     wait_until_gone(client, lambda name, status: name in names and status == "DELETING")
     live = client.get_serve_details()["applications"]
     foreign = others(live)
-    arms = _arms(service, live)
-    steady = [arm for arm in service.arms if _runs(live, application_name(service, arm))]
-    before = _routing(live)
-    if _answers(before, live) and not any(map(_takes_sessions, steady)):
+    arms = arms_beside(service, live)
+    steady = [arm for arm in service.arms if runs(live, application_name(service, arm))]
+    before = routing_now(live)
+    if epoch is not None and before is not None and before.weight_epoch != epoch:
+        raise _changed(before, epoch)
+    if answers(before, live) and not any(map(_takes_sessions, steady)):
         steady += _start_successor(client, service, arms, live, allow_gap)
         live = client.get_serve_details()["applications"]
     kept = with_epoch(make_routing(service, steady), before)  # no traffic to what is about to start or to go
     wanted = with_epoch(make_routing(service, service.arms), kept)
     gone = [name for name in ours(live) if name.startswith(ARM_PREFIX) and name not in arms]
     steps = [
-        (foreign | ours(live) | _rerouted(live, kept), kept, [], gone),
-        (foreign | arms | _router(kept, live), kept, arms, []),
-        (foreign | arms | _router(wanted, live), wanted, arms, []),
+        (foreign | ours(live) | rerouted(live, kept), kept, [], gone),
+        (foreign | arms | router_as_it_runs(kept, live), kept, arms, []),
+        (foreign | arms | router_as_it_runs(wanted, live), wanted, arms, []),
     ]
+    seen = before
     for step, routing, awaited, leaving in steps:
+        _check_unchanged(_listed_routing(client), seen)
+        seen = routing_of(step.get(ROUTER))
         if step != listed(client):
             _put(client, service, step)
             wait_until_running(client, [*awaited, ROUTER])
+            _check_unchanged(_listed_routing(client), seen)
             wait_until_live(service, routing)
         wait_until_left(service, leaving)
     return service.address
 
 
+def _check_unchanged(now: Routing | None, seen: Routing | None) -> None:
+    """Raises RoutingChanged where the traffic is dealt in another epoch than the one that was seen last."""
+    epoch = seen.weight_epoch if seen is not None else None
+    if now is not None and now.weight_epoch != epoch:
+        raise _changed(now, epoch)
+
+
+def _changed(now: Routing, epoch: int | None) -> RoutingChanged:
+    return RoutingChanged(
+        f"somebody else changed the traffic meanwhile ({describe_changes(now)}; weight epoch {now.weight_epoch}, it was {epoch}): "
+        "it stays as it is now. See the endpoint's /health, then repeat the command if it shall still be done"
+    )
+
+
+def _listed_routing(client: ServeSubmissionClient) -> Routing | None:
+    """What the router is told to do; None where there is none, or one that is being removed."""
+    return routing_of(listed(client).get(ROUTER))
+
+
 def routed_model() -> str | None:
     """The model behind the endpoint of this cluster; None where no endpoint of this project is up."""
-    routing = _routing(connect().get_serve_details()["applications"])
+    routing = routing_now(connect().get_serve_details()["applications"])
     return routing.model if routing is not None and routing.arms else None
 
 
@@ -112,10 +121,6 @@ def teardown() -> None:
     else:
         client.delete_applications()
     wait_until_gone(client, lambda name, status: name.startswith(PREFIX))
-
-
-def _routing(live: Mapping[str, Any]) -> Routing | None:
-    return routing_of(live.get(ROUTER, {}).get("deployed_app_config"))
 
 
 def _start_successor(
@@ -142,7 +147,7 @@ def _start_successor(
         wait_until_running(client, [name, ROUTER])
         wait_until_answering(service, name)
     except Exception:
-        _put(client, service, calm)
+        _put(client, service, {app: config for app, config in listed(client).items() if app != name})
         raise
     return [successor]
 
@@ -151,68 +156,8 @@ def _takes_sessions(arm: ServedArm) -> bool:
     return arm.state == ArmState.SERVING and arm.weight > 0
 
 
-def _answers(routing: Routing | None, live: Mapping[str, Any]) -> bool:
-    """Whether users get answers now."""
-    if routing is None or not _runs(live, ROUTER):
-        return False
-    taking = {name for name, weight in routing.weights.items() if weight > 0}
-    taking |= {name for name, arm in routing.arms.items() if arm.state == ArmState.DRAINING}
-    return any(_runs(live, routing.arms[name].app) for name in taking)
-
-
-def _arms(service: Service, live: Mapping[str, Any]) -> Applications:
-    """The arms' applications: those that run as they run, with their code and cores; new ones on cores of their own."""
-    names = {application_name(service, arm): arm for arm in service.arms}
-    running = {name: app["deployed_app_config"] for name, app in live.items() if name.startswith(ARM_PREFIX)}
-    arms = {name: running[name] for name in names if name in running and live[name]["status"] not in FAILED}
-    leaving = [_cores(config) for name, config in running.items() if name not in names]
-    for name, served in names.items():
-        if name not in arms:
-            cores = own_cores(service.settings.resources.ab, [_cores(config) for config in arms.values()], leaving)
-            attempt = _attempt(running[name]) + 1 if name in running else 0
-            arms[name] = arm_application(service, served, _job_files(), cores, attempt)
-    return arms
-
-
-def _cores(application: Application) -> str:
-    return str(application["args"]["env"].get(BIND_CORES, ""))
-
-
-def _attempt(application: Application) -> int:
-    return int(str(application["args"]["revision"]).partition("+")[2] or 0)
-
-
-def _router(routing: Routing, live: Mapping[str, Any]) -> Applications:
-    """The router as it runs, with this traffic; a new one where its code changed or its last start failed."""
-    application = router_application(routing, code_revision(), _job_files())
-    there = live.get(ROUTER, {})
-    if config := there.get("deployed_app_config"):
-        if there["status"] in FAILED:
-            return {ROUTER: router_application(routing, f"{code_revision()}+{_attempt(config) + 1}", _job_files())}
-        if config["args"]["revision"].partition("+")[0] == code_revision():
-            return {ROUTER: with_routing(config, routing)}
-    return {ROUTER: application}
-
-
-def _rerouted(live: Mapping[str, Any], routing: Routing) -> Applications:
-    """The running router, if there is one, with this traffic."""
-    if not _runs(live, ROUTER):
-        return {}
-    return {ROUTER: with_routing(live[ROUTER]["deployed_app_config"], routing)}
-
-
-def _runs(live: Mapping[str, Any], name: str) -> bool:
-    return bool(live.get(name, {}).get("status") == "RUNNING")
-
-
 def _put(client: ServeSubmissionClient, service: Service, applications: Applications) -> None:
     put(client, service.settings.ab.host, service.settings.ab.port, applications)
-
-
-def _job_files() -> dict[str, Any]:
-    """The code that this job uploaded, for the replicas too; without an upload they import the installed project."""
-    runtime_env = ray.get_runtime_context().runtime_env
-    return {name: runtime_env[name] for name in ("working_dir", "py_modules") if runtime_env.get(name)}
 
 
 def _claim_address(client: ServeSubmissionClient, service: Service, allow_gap: bool) -> None:
@@ -232,7 +177,7 @@ def _claim_address(client: ServeSubmissionClient, service: Service, allow_gap: b
             raise ConfigError(
                 "ab.port", f"Serve already listens on {where} for {sorted(foreign)}", f"set it to {where}"
             )
-        if not allow_gap and _answers(_routing(details["applications"]), details["applications"]):
+        if not allow_gap and answers(routing_now(details["applications"]), details["applications"]):
             raise ConfigError(
                 "ab.port", f"the endpoint is up at {where}", f"set it to {where}, or give --allow-gap to move it"
             )

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from components.config import ExperimentConfig
-from components.experiment.conduct import conduct, live_weight, note_weights
+from components.experiment.conduct import conduct, hold_back, live_weight, note_weights
 from components.experiment.journal import Plan, open_journal
 from components.experiment.monitor import Arms
-from components.experiment.policy import Action
+from components.experiment.policy import Action, Decision
 from components.experiment.table import findings_line, findings_table
 from components.section import ConfigError
 from components.serving.records import RecordWriter
@@ -82,9 +82,77 @@ def test_an_interrupted_experiment_goes_on_where_it_was(tmp_path):
     write_traffic(records, 0.1, sessions=250)
     again = open_journal(storage, plan(time.time() + 100))
     assert (again.plan.started_at, again.shares, again.decided()) == (began, {EPOCH: 0.5}, None)
-    decision, monitor = conduct(again, ARMS, records, lambda: None, lambda found, made: None)
+    decision, monitor = conduct(again, ARMS, records, lambda: HEALTH, lambda found, made: None)
     assert decision.action == Action.PROMOTE
     assert monitor.ledger.requests > 300
+
+
+def told(**states):
+    return {"weight_epoch": EPOCH, "arms": {name: {"weight": 0.5, "state": state} for name, state in states.items()}}
+
+
+@pytest.mark.parametrize(
+    ("health", "held"),
+    [
+        (HEALTH, []),
+        (None, [Action.PROMOTE]),
+        (told(challenger="killed", champion="serving"), [Action.PROMOTE]),
+        (told(champion="serving"), [Action.PROMOTE]),
+        (told(challenger="serving", champion="paused"), [Action.PROMOTE, Action.STOP_HARM, Action.STOP_FUTILE]),
+    ],
+)
+def test_no_decision_gives_traffic_to_an_arm_that_an_operator_took_out(health, held):
+    for action in (Action.PROMOTE, Action.STOP_HARM, Action.STOP_FUTILE, Action.CONTINUE):
+        found = hold_back(Decision(action, ()), ARMS, health)
+        assert found.action == (Action.CONTINUE if action in held else action)
+        assert [reason.passed for reason in found.reasons] == [False] * (action in held)
+
+
+def test_a_promotion_waits_until_an_operator_lets_the_challenger_serve_again(tmp_path):
+    storage, records = Location(str(tmp_path)), Location(str(tmp_path / "live"))
+    journal = open_journal(storage, plan(time.time()))
+    write_traffic(records, 0.1)
+    killed = told(challenger="killed", champion="serving") | {"weight_epoch": EPOCH + 1}
+    journal.note_epoch(EPOCH, 0.5)
+    looks = []
+
+    def health():
+        return killed if len(looks) < 3 else HEALTH
+
+    def show(found, made):
+        looks.append(made)
+
+    decision, _ = conduct(journal, ARMS, records, health, show)
+    assert decision.action == Action.PROMOTE
+    assert [made.action for made in looks] == [Action.CONTINUE] * 3 + [Action.PROMOTE]
+    assert all(made.reasons[-1].measured == "challenger is killed" for made in looks[:3])
+
+
+def test_a_storage_that_fails_for_a_while_ends_no_experiment(tmp_path, monkeypatch, caplog):
+    """Reading the records, noting the weights and noting the decision fail twice each."""
+    storage, records = Location(str(tmp_path)), Location(str(tmp_path / "live"))
+    journal = open_journal(storage, plan(time.time()))
+    write_traffic(records, 0.1)
+    failures = {"live": 2, "epochs": 2, "decision.json": 2}
+
+    def failing(method):
+        def call(location, *args):
+            for part in failures:
+                if part in location.uri and failures[part]:
+                    failures[part] -= 1
+                    raise OSError("the storage is away")
+            return method(location, *args)
+
+        return call
+
+    for name in ("read_bytes", "write_bytes"):
+        monkeypatch.setattr(Location, name, failing(getattr(Location, name)))
+    decision, monitor = conduct(journal, ARMS, records, lambda: HEALTH, lambda found, made: None)
+    assert (decision.action, set(failures.values())) == (Action.PROMOTE, {0})
+    assert monitor.ledger.requests > 300
+    again = open_journal(storage, plan(0.0))
+    assert (again.decided(), again.shares) == (Action.PROMOTE, {EPOCH: 0.5})
+    assert caplog.text.count("the storage is away") == 6
 
 
 def test_a_plan_does_not_change_after_its_first_look(tmp_path):

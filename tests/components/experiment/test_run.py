@@ -1,98 +1,251 @@
-"""What follows from a decision: traffic, then the alias in a real registry; and pairs that cannot be compared."""
+"""An experiment from its first request to its rollback, with a real registry and a router without engines; and pairs that cannot be compared."""
 
-import uuid
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
-from mlflow.tracking import MlflowClient
 
-from components.config import ExperimentConfig
-from components.experiment.journal import Plan, open_journal
+from components.config import Settings
+from components.experiment.journal import FOLDER, LEASE, Journal, open_journal
+from components.experiment.outcome import act, roll_back
+from components.experiment.pair import Pair, check_pair
 from components.experiment.policy import Action
-from components.experiment.run import act, check_pair, roll_back
+from components.experiment.run import make_plan, opponent, run_experiment
 from components.experiment.watch import Alarm
+from components.lease import Lease, LeaseHeld
 from components.publishing import registry
 from components.publishing.promotion import ChampionChanged
 from components.publishing.registry import Registry
 from components.section import ConfigError
-from components.serving.stages import CHALLENGER, CHAMPION
-from components.stage import Artifact
+from components.serving.apps import Service
+from components.serving.deploy import RoutingChanged, deploy
+from components.serving.routing import ArmChange, ArmState, change_arms, kill_all_but_control
+from components.serving.stages import CHALLENGER, CHAMPION, registered_arm
 from components.storage import Location
+from tests.components.experiment.pairs import (
+    Users,
+    add_version,
+    make_artifacts,
+    make_pair,
+    make_settings,
+    register_pair,
+)
+from tests.components.serving.serve_table import ServeTable, serve_table
+from tests.conftest import free_port
+from tests.relay import Relay, relay_to
 
 ALARMS = [Alarm("acceptance length", "2.1", "2.5")]
-
-
-def add_version(client, name, alias):
-    run_id = client.create_run("0").info.run_id
-    version = client.create_model_version(name, f"runs:/{run_id}/bundle", run_id)
-    client.set_registered_model_alias(name, alias, version.version)
+TO_CHALLENGER = {CHALLENGER: 1.0, CHAMPION: 0.0}
+TO_CHAMPION = {CHALLENGER: 0.0, CHAMPION: 1.0}
 
 
 @pytest.fixture
-def heads(mlflow_server, tmp_path):
-    """Version 1 is the champion, version 2 the challenger."""
-    client = MlflowClient(mlflow_server, mlflow_server)
-    name = f"heads-{uuid.uuid4().hex}"
-    client.create_registered_model(name)
-    for alias in (CHAMPION, CHALLENGER):
-        add_version(client, name, alias)
-    return Registry(client, name, Location(str(tmp_path / "_lease.json")), 60.0)
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeTable]:
+    with serve_table(monkeypatch) as table:
+        yield table
 
 
 @pytest.fixture
-def journal(tmp_path):
-    return open_journal(Location(str(tmp_path)), Plan("heads", 2, 1, "d" * 64, ExperimentConfig().model_dump(), 0.0))
+def relay(mlflow_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    """On the way to MLflow, whose clients give up at once."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with relay_to(urlsplit(mlflow_server).port or 0, free_port()) as relay:
+        yield relay
 
 
-def champion(heads):
-    return int(registry.champion(heads.client, heads.name).version)
+@pytest.fixture
+def storage(tmp_path) -> Location:
+    return Location(str(tmp_path))
+
+
+@pytest.fixture
+def heads(relay: Relay, storage: Location) -> Registry:
+    return register_pair(f"http://127.0.0.1:{relay.port}", storage)
+
+
+@pytest.fixture
+def settings(serve: ServeTable, storage: Location, heads: Registry) -> Settings:
+    return make_settings(serve, storage, heads)
+
+
+@pytest.fixture
+def pair(settings: Settings, storage: Location) -> Pair:
+    """Both heads serve, each half of the sessions."""
+    made = make_pair(settings, storage)
+    made.begin(goes_on=False)
+    return made
+
+
+@pytest.fixture
+def journal(settings: Settings, storage: Location) -> Journal:
+    return open_journal(storage, make_plan(settings, make_artifacts()))
+
+
+def champion(heads: Registry) -> int | None:
+    return registry.holder(heads.client, heads.name, registry.CHAMPION)
+
+
+def tags(heads: Registry, version: int) -> dict[str, str]:
+    return heads.client.get_model_version(heads.name, str(version)).tags
+
+
+def promote_by_hand(serve: ServeTable, pair: Pair, heads: Registry, alias: bool = True) -> None:
+    """As `publish.py promote 3` does."""
+    third = make_artifacts(version=3, head_digest="c" * 64)[CHALLENGER]
+    deploy(Service(pair.settings, "/models/target", [registered_arm(CHAMPION, third, 1.0)], pair.records))
+    if alias:
+        add_version(heads.client, heads.name, CHAMPION)
+
+
+def test_traffic_promotes_a_head_and_takes_it_back_and_nothing_is_done_twice(
+    serve: ServeTable, storage: Location, settings: Settings, heads: Registry
+) -> None:
+    def run(watch: bool = False) -> Action:
+        return run_experiment(settings, storage, make_artifacts(), watch)
+
+    slow_start = threading.Event()
+    serve.act_after[2] = lambda: slow_start.wait(1.0)  # the challenger's engine, while the champion answers
+    with Users(serve, storage.join("live"), effect=0.1) as users:
+        assert run() == Action.PROMOTE
+        assert (champion(heads), serve.routing.weights, serve.routing.control) == (2, TO_CHALLENGER, CHALLENGER)
+        journal = open_journal(storage, make_plan(settings, make_artifacts()))
+        shares = list(journal.shares.values())
+        assert shares == [0.5], "the epoch in which the engine started is no part of it"
+        assert journal.plan.started_at > serve.put_at[2]
+        kept = journal.decision()
+        found = tags(heads, 2)
+        assert found["aerie.live.decision"] == "promote"
+        assert (found["aerie.live.against"], found["aerie.live.requests"]) == ("1", str(kept["requests"]))
+        run_id = heads.client.get_model_version(heads.name, "2").run_id
+        path = heads.client.download_artifacts(run_id, f"live/{journal.location.name}/decision.json")
+        told = json.loads(Path(path).read_bytes())
+        assert (told["decision"], told["plan"]["started_at"]) == (kept, journal.plan.started_at)
+
+        num_put = serve.num_put
+        assert opponent(settings, storage) == 1
+        assert run() == Action.PROMOTE
+        assert serve.num_put == num_put
+        users.effect = -0.3
+        assert run(watch=True) == Action.PROMOTE
+        assert (champion(heads), serve.routing.weights) == (1, TO_CHAMPION)
+        assert tags(heads, 2)["aerie.live.rolled_back"].startswith("acceptance length is ")
+
+        num_put = serve.num_put
+        assert opponent(settings, storage) is None
+        assert run(watch=True) == Action.PROMOTE
+        assert (serve.num_put, champion(heads)) == (num_put, 1)
+
+
+def test_a_second_terminal_is_told_who_conducts_the_experiment(
+    serve: ServeTable, storage: Location, settings: Settings, heads: Registry
+) -> None:
+    with Lease(storage.join(FOLDER, heads.name, LEASE), 60.0), pytest.raises(LeaseHeld, match="is held by process"):
+        run_experiment(settings, storage, make_artifacts())
+    assert serve.num_put == 0
 
 
 @pytest.mark.parametrize("action", [Action.STOP_HARM, Action.STOP_FUTILE])
-def test_a_stop_gives_all_traffic_back_and_moves_no_alias(heads, journal, action):
-    served = []
-    act(action, journal, served.append, heads)
-    assert served == [{CHALLENGER: 0.0, CHAMPION: 1.0}]
-    assert champion(heads) == 1
-
-
-def test_a_promotion_moves_traffic_and_alias_and_may_be_repeated(heads, journal):
-    served = []
+def test_a_stop_gives_all_traffic_back_and_moves_no_alias(
+    serve: ServeTable, pair: Pair, journal: Journal, heads: Registry, action: Action
+) -> None:
     for _ in range(2):
-        act(Action.PROMOTE, journal, served.append, heads)
-        assert champion(heads) == 2
-    assert served == [{CHALLENGER: 1.0, CHAMPION: 0.0}] * 2
-    roll_back(journal, served.append, heads, ALARMS)
-    assert served[-1] == {CHALLENGER: 0.0, CHAMPION: 1.0}
-    assert champion(heads) == 1
+        act(action, journal, pair, heads)
+        assert (serve.routing.weights, champion(heads)) == (TO_CHAMPION, 1)
+    assert journal.is_applied
 
 
-def test_somebody_elses_champion_is_left_alone(heads, journal):
-    add_version(heads.client, heads.name, CHAMPION)
-    served = []
-    with pytest.raises(ChampionChanged):
-        act(Action.PROMOTE, journal, served.append, heads)
-    roll_back(journal, served.append, heads, ALARMS)
-    assert (served, champion(heads)) == ([], 3)
+def test_a_stop_leaves_a_head_alone_that_somebody_promoted_meanwhile(
+    serve: ServeTable, pair: Pair, journal: Journal, heads: Registry
+) -> None:
+    promote_by_hand(serve, pair, heads, alias=False)  # the traffic has moved, the alias has not
+    for error in (RoutingChanged, ChampionChanged):
+        for action in (Action.STOP_HARM, Action.PROMOTE):
+            with pytest.raises(error):
+                act(action, journal, pair, heads)
+        assert serve.routing.arms[CHAMPION].head.startswith("v3-")
+        if error is RoutingChanged:
+            with pytest.raises(RoutingChanged, match="somebody moved it"):
+                pair.look()
+            add_version(heads.client, heads.name, CHAMPION)
+    assert not roll_back(journal, pair, heads, ALARMS)
+    assert (champion(heads), journal.is_applied, journal.rolled_back()) == (3, False, None)
 
 
-def pair(**changes):
-    facts = {"version": 1, "head_digest": "a", "num_speculative_tokens": 3, "target_digest": "t"}
-    both = {CHAMPION: facts, CHALLENGER: facts | {"version": 2, "head_digest": "b"} | changes}
-    return {name: Artifact(name, Location("/none"), name, {"facts": facts}) for name, facts in both.items()}
+def test_a_kill_switch_before_a_promotion_and_in_the_middle_of_it_stays(
+    serve: ServeTable, pair: Pair, journal: Journal, heads: Registry
+) -> None:
+    serve.operator(kill_all_but_control)
+    with pytest.raises(RoutingChanged, match="challenger is killed"):
+        act(Action.PROMOTE, journal, pair, heads)
+    assert serve.routing.weights == {CHAMPION: 0.5}
+    serve.operator(lambda routing: change_arms(routing, {CHALLENGER: ArmChange(state=ArmState.SERVING)}))
+    serve.act_after[serve.num_put + 1] = lambda: serve.operator(kill_all_but_control)
+    with pytest.raises(RoutingChanged, match="challenger killed"):
+        act(Action.PROMOTE, journal, pair, heads)
+    assert (serve.routing.arms[CHALLENGER].state, champion(heads)) == (ArmState.KILLED, 1)
+    act(Action.STOP_FUTILE, journal, pair, heads)
+    assert serve.routing.weights == {CHAMPION: 1.0}, "and a stop does not undo it"
 
 
-def test_heads_that_can_be_compared_pass():
-    check_pair(pair())
+def test_an_mlflow_that_is_away_delays_a_promotion_and_a_rollback_but_no_stop(
+    serve: ServeTable, pair: Pair, journal: Journal, heads: Registry, relay: Relay
+) -> None:
+    relay.stop()
+    act(Action.STOP_HARM, journal, pair, heads)
+    assert serve.routing.weights == TO_CHAMPION
+    for follows, version in (
+        (lambda: act(Action.PROMOTE, journal, pair, heads), 2),
+        (lambda: roll_back(journal, pair, heads, ALARMS), 1),
+    ):
+        back = threading.Timer(0.5, relay.start)
+        back.start()
+        began = time.monotonic()
+        follows()
+        assert time.monotonic() - began > 0.4
+        back.join()
+        assert champion(heads) == version
+        relay.stop()
+    assert serve.routing.weights == TO_CHAMPION
+    assert journal.rolled_back() == "acceptance length is 2.1, it was 2.5"
+
+
+def test_a_rollback_to_another_version_than_the_experiments_is_refused(
+    serve: ServeTable, pair: Pair, journal: Journal, heads: Registry
+) -> None:
+    act(Action.PROMOTE, journal, pair, heads)
+    add_version(heads.client, heads.name, registry.PREVIOUS)
+    assert not roll_back(journal, pair, heads, ALARMS)
+    assert (champion(heads), serve.routing.weights) == (2, TO_CHALLENGER)
+
+
+def test_an_interrupted_experiment_goes_on_with_the_weights_and_states_of_its_operators(
+    serve: ServeTable, pair: Pair
+) -> None:
+    changes = {CHALLENGER: ArmChange(weight=0.1, state=ArmState.PAUSED), CHAMPION: ArmChange(weight=0.9)}
+    serve.operator(lambda routing: change_arms(routing, changes))
+    before, num_put = serve.routing, serve.num_put
+    pair.begin(goes_on=True)
+    assert (serve.routing, serve.num_put) == (before, num_put)
+    pair.begin(goes_on=False)
+    assert serve.routing.weights == {CHALLENGER: 0.5, CHAMPION: 0.5}
+
+
+def test_heads_that_can_be_compared_pass() -> None:
+    check_pair(make_artifacts())
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"head_digest": "a"}, "is the champion"),
+        ({"head_digest": "a" * 64}, "is the champion"),
         ({"num_speculative_tokens": 5}, "a larger K alone"),
         ({"target_digest": "u"}, "different targets"),
     ],
 )
-def test_a_difference_that_would_say_nothing_is_refused(changes, problem):
+def test_a_difference_that_would_say_nothing_is_refused(changes, problem) -> None:
     with pytest.raises(ConfigError, match=problem):
-        check_pair(pair(**changes))
+        check_pair(make_artifacts(**changes))

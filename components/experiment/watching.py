@@ -1,0 +1,85 @@
+"""Watching an endpoint for ever: which arm its users meet, and the alarms of its windows."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from components.config import ExperimentConfig, WatchConfig
+from components.experiment.conduct import Health, live_weight
+from components.experiment.follow import Follower
+from components.experiment.sessions import Ledger, ended_at
+from components.experiment.watch import Acceptance, Alarm, Watch
+from components.serving.records import LiveRecord
+from components.serving.stages import CHAMPION
+from components.storage import Location
+
+log = logging.getLogger("aerie")
+
+Clock = Callable[[], float]
+"""Unix time in seconds."""
+
+
+def watch_endpoint(
+    health: Health,
+    records: Location,
+    policy: ExperimentConfig,
+    config: WatchConfig,
+    since: float,
+    expected: str | None = None,
+    reference: Acceptance | None = None,
+    now: Clock = time.time,
+) -> Iterator[tuple[str, list[Alarm]]]:
+    """Looks every `poll_s` seconds, without an end; gives (head, its alarms) at every look. Another head is watched by its own first window.
+
+    Args:
+        health: What the endpoint says of its arms.
+        records: Folder of the live records.
+        policy: When a session is over, and how often to look.
+        config: Margins, the window's size and the level.
+        since: Unix time in seconds; requests that began before are left out.
+        expected: The head to watch, for as long as an arm with it takes sessions; None: the champion's arm, or the one with the most.
+        reference: The AL that `expected` had; None: its first window tells.
+        now: The clock.
+    """
+    follower = Follower(records, since)
+    watch, watched = None, ("", "")
+    while True:
+        served = main_arm(health(), expected)
+        if served is not None and served != watched:
+            known = watch.reference if watch is not None and served[1] == watched[1] else None
+            if served[1] == expected and known is None:
+                known = reference
+            since = since if watch is None else now()
+            watch, watched = Watch(served[0], policy, config, known), served
+            log.info("watch: %s (arm %s), by windows of %d sessions", served[1], served[0], config.sessions)
+        alarms = []
+        if watch is not None:
+            alarms = watch.add([record for record in follower.new() if record.started_at >= since], now())
+        for alarm in alarms:
+            log.warning("watch: %s of %s is %s, it was %s", alarm.figure, watched[1], alarm.measured, alarm.reference)
+        yield watched[1], alarms
+        time.sleep(policy.poll_s)
+
+
+def main_arm(health: Mapping[str, Any] | None, expected: str | None = None) -> tuple[str, str] | None:
+    """(arm, head) that takes sessions: with the head `expected`, else the champion's, else with the largest weight; None without one."""
+    weights = {} if health is None else {name: live_weight(health, name) for name in health["arms"]}
+    taking = {name: weight for name, weight in weights.items() if weight > 0}
+    if health is None or not taking:
+        return None
+    heads = {name: str(health["arms"][name]["head"]) for name in taking}
+    arm = max(taking, key=lambda name: (heads[name] == expected, name == CHAMPION, taking[name]))
+    return arm, heads[arm]
+
+
+def acceptance_until(records: Iterable[LiveRecord], arm: str, policy: ExperimentConfig, end: float) -> Acceptance:
+    """The AL that an arm had in the requests that ended by `end` (Unix time in seconds)."""
+    ledger = Ledger([arm], policy)
+    over = [
+        session
+        for record in sorted(records, key=ended_at)
+        if ended_at(record) <= end
+        for session in (*ledger.silent(ended_at(record)), *ledger.add(record))
+    ]
+    return Acceptance.of([*over, *ledger.close()])

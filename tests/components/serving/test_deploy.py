@@ -1,0 +1,91 @@
+"""A change of the traffic by somebody else while a deployment waits for engines: it stays, and the deployment says so."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from components.config import Settings
+from components.evaluation.arms import head_arm
+from components.serving import deploy as deploying
+from components.serving.apps import ServedArm, Service, application_name
+from components.serving.deploy import RoutingChanged, deploy
+from components.serving.listing import ROUTER
+from components.serving.routing import ArmChange, ArmState, Routing, change_arms, kill_all_but_control
+from components.serving.waiting import DeploymentFailed
+from tests.components.serving.serve_table import ServeTable, serve_table
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeTable]:
+    with serve_table(monkeypatch) as table:
+        yield table
+
+
+def make_service(serve: ServeTable, **weights: float) -> Service:
+    url = serve.router.client.base_url
+    arms = [ServedArm(head_arm(name, f"/heads/{name}", 3), weight, f"v1-{name}") for name, weight in weights.items()]
+    return Service(Settings.model_validate({"ab": {"host": url.host, "port": url.port}}), Path("/models/target"), arms)
+
+
+def states(routing: Routing) -> dict[str, tuple[float, str]]:
+    return {name: (arm.weight, arm.state.value) for name, arm in routing.arms.items()}
+
+
+def test_alone_it_serves_what_was_asked_and_repeated_it_changes_nothing(serve: ServeTable) -> None:
+    deploy(make_service(serve, champion=1.0))
+    service = make_service(serve, champion=0.5, challenger=0.5)
+    deploy(service, epoch=serve.routing.weight_epoch)
+    assert states(serve.routing) == {"champion": (0.5, "serving"), "challenger": (0.5, "serving")}
+    assert set(serve.applications) == {ROUTER, *(application_name(service, arm) for arm in service.arms)}
+    num_put = serve.num_put
+    deploy(service)
+    assert serve.num_put == num_put
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_kill_switch_while_engines_start_is_not_undone(serve: ServeTable, step: int) -> None:
+    deploy(make_service(serve, champion=1.0, other=0.0))
+    serve.num_put, serve.act_after = 0, {step: lambda: serve.operator(kill_all_but_control)}
+    with pytest.raises(RoutingChanged, match=r"somebody else changed the traffic .*other killed"):
+        deploy(make_service(serve, champion=0.0, other=0.0, challenger=1.0))
+    assert states(serve.routing)["other"] == (0.0, "killed")
+    assert serve.routing.weights == {"champion": 1.0}
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_weight_given_while_a_second_arm_starts_stays(serve: ServeTable, step: int) -> None:
+    deploy(make_service(serve, champion=1.0))
+    change = {"champion": ArmChange(weight=3.0)}
+    serve.num_put, serve.act_after = 0, {step: lambda: serve.operator(lambda routing: change_arms(routing, change))}
+    with pytest.raises(RoutingChanged, match="champion serving 3"):
+        deploy(make_service(serve, champion=0.5, challenger=0.5))
+    assert serve.routing.arms["champion"].weight == 3.0
+
+
+def test_what_was_decided_before_a_kill_switch_is_not_deployed_after_it(serve: ServeTable) -> None:
+    service = make_service(serve, champion=0.5, challenger=0.5)
+    deploy(service)
+    seen, num_put = serve.routing.weight_epoch, serve.num_put
+    serve.operator(kill_all_but_control)
+    with pytest.raises(RoutingChanged, match="challenger killed"):
+        deploy(make_service(serve, champion=0.0, challenger=1.0), epoch=seen)
+    assert (serve.num_put, serve.routing.weights) == (num_put, {"champion": 0.5})
+    deploy(make_service(serve, champion=0.0, challenger=1.0))
+    assert serve.routing.weights == {"champion": 0.0, "challenger": 1.0}
+
+
+def test_a_successor_that_does_not_start_leaves_an_operators_change_alone(
+    serve: ServeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deploy(make_service(serve, champion=0.5, other=0.5))
+
+    def fail(service: Service, name: str) -> None:
+        serve.operator(lambda routing: change_arms(routing, {"other": ArmChange(state=ArmState.PAUSED)}))
+        raise DeploymentFailed(f"{name} does not answer")
+
+    monkeypatch.setattr(deploying, "wait_until_answering", fail)
+    with pytest.raises(DeploymentFailed, match="does not answer"):
+        deploy(make_service(serve, challenger=1.0))
+    assert serve.routing.weights == {"champion": 0.5}
+    assert len(serve.applications) == 3
