@@ -271,7 +271,7 @@ class ExperimentConfig(Section):
     min_sessions: Count = 100
     """Sessions of both arms before the first decision on AL."""
     max_requests: Count = 2000
-    """Requests of both arms after which the experiment ends, undecided or not."""
+    """Requests of both arms that count, after which the experiment ends, undecided or not."""
     session_idle_s: Annotated[float, Field(gt=0.0)] = 300.0
     """A session that is silent for this long is over: it counts then, once."""
     session_requests: Count = 20
@@ -284,6 +284,8 @@ class ExperimentConfig(Section):
     """The challenger's 95th percentile of a request's time may be larger by this share."""
     max_tpot_increase: Annotated[float, Field(ge=0.0)] = 0.1
     """The challenger's time per output token may be larger by this share."""
+    min_own_answers: Share = 0.99
+    """Share of the challenger's requests that it must have answered itself: while an arm is ejected, others answer for it."""
     poll_s: Annotated[float, Field(gt=0.0)] = 5.0
     """Seconds between two looks."""
 

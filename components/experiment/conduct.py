@@ -13,6 +13,7 @@ from components.experiment.follow import Follower
 from components.experiment.journal import Journal
 from components.experiment.monitor import Arms, Monitor
 from components.experiment.policy import Action, Decision, Findings, decide
+from components.experiment.sessions import complete_until
 from components.storage import Location
 
 log = logging.getLogger("aerie")
@@ -25,7 +26,14 @@ Health = Callable[[], Mapping[str, Any] | None]
 Show = Callable[[Findings, Decision], None]
 
 
-def conduct(journal: Journal, arms: Arms, records: Location, health: Health, show: Show) -> tuple[Decision, Monitor]:
+def conduct(
+    journal: Journal,
+    arms: Arms,
+    records: Location,
+    health: Health,
+    show: Show,
+    heads: Mapping[str, str] | None = None,
+) -> tuple[Decision, Monitor]:
     """Looks every `poll_s` seconds until there is a decision, notes it in the journal and returns it.
 
     Args:
@@ -34,16 +42,21 @@ def conduct(journal: Journal, arms: Arms, records: Location, health: Health, sho
         records: Folder of the live records.
         health: The weights and their epoch.
         show: Called at every look.
+        heads: {arm: its head}, so that no other head's traffic counts under the arm's name; None: whatever the arms' heads.
     """
     policy = journal.policy
     monitor = Monitor(arms, journal.shares, policy)
-    follower = Follower(records, journal.plan.started_at)
+    follower = Follower(records, journal.plan.started_at, heads)
     while True:
-        new, said = follower.new(), health()  # in this order the weights of what was read are known
+        asked_at, said = (
+            time.time(),
+            health(),
+        )  # before the records are read: of what it no longer counts as running none is missing
         with _outages_logged():
             note_weights(journal, arms, said)
-        monitor.add(new)
-        monitor.wait_until(time.time())
+        monitor.add(follower.new())
+        oldest_running_at = 0.0 if said is None else said.get("oldest_running_at")
+        monitor.wait_until(complete_until(oldest_running_at, asked_at, policy))
         findings = monitor.findings()
         decision = hold_back(decide(findings, arms.control, policy), arms, said)
         show(findings, decision)

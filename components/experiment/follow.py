@@ -1,6 +1,8 @@
 """Reading live records while they are being written."""
 
 import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from components.experiment.sessions import ended_at
@@ -19,11 +21,14 @@ class Follower:
     Args:
         location: Folder of the records.
         since: Unix time in seconds; requests that began before are left out.
+        heads: {what the reader calls an arm: its head, as responses name it}. A request that the weights gave to another head is left out,
+            and arms get the reader's names: what the router calls an arm may have stood for another head before. None: all, as written.
     """
 
-    def __init__(self, location: Location, since: float) -> None:
+    def __init__(self, location: Location, since: float, heads: Mapping[str, str] | None = None) -> None:
         self._location = location
         self._since = since
+        self._arms = None if heads is None else {head: arm for arm, head in heads.items()}
         self._first_day = f"{datetime.fromtimestamp(since, UTC):%Y-%m-%d}"
         self._sizes: dict[str, int] = {}
         self._seen: dict[str, int] = {}
@@ -38,7 +43,16 @@ class Follower:
                 self._sizes[name] = size  # after it was read, or it would not be read again
         except OSError as error:
             log.warning("live records in %s cannot be read now, and are tried again: %s", self._location.uri, error)
-        return sorted((record for record in found if record.started_at >= self._since), key=ended_at)
+        return sorted((self._named(record) for record in found if self._wants(record)), key=ended_at)
+
+    def _wants(self, record: LiveRecord) -> bool:
+        return record.started_at >= self._since and (self._arms is None or record.assigned_head in self._arms)
+
+    def _named(self, record: LiveRecord) -> LiveRecord:
+        if self._arms is None:
+            return record
+        arm = self._arms.get(record.head, record.arm)
+        return replace(record, arm=arm, assigned_arm=self._arms[record.assigned_head])
 
     def _grown(self) -> dict[str, int]:
         """Sizes of the parts that are to be read."""

@@ -103,7 +103,7 @@ def decide(journal: Journal | None, plan: Plan, pair: Pair, storage: Location) -
     if journal.decided() is None:
         log.info("experiment: %s/v1 serves both heads; interrupt and repeat the command at will", pair.address)
         with _shown(journal) as show:
-            conduct(journal, ARMS, pair.records, pair.look, show)
+            conduct(journal, ARMS, pair.records, pair.look, show, pair.heads)
     return journal
 
 
@@ -173,7 +173,8 @@ def watch_promoted(journal: Journal, pair: Pair, heads: registry.Registry) -> No
     decision, plan, config = journal.decision(), journal.plan, pair.settings.ab.watch
     assert decision is not None, "it was promoted"
     decided_at, head = float(decision["decided_at"]), pair.heads[CHALLENGER]
-    known = acceptance_until(Follower(pair.records, plan.started_at).new(), CHALLENGER, journal.policy, decided_at)
+    follower = Follower(pair.records, plan.started_at, pair.heads)
+    known = acceptance_until(follower.new(), CHALLENGER, journal.policy, decided_at)
 
     def health() -> Mapping[str, Any] | None:
         return ask_health(pair.address)

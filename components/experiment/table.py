@@ -14,7 +14,12 @@ from components.experiment.policy import Decision, Findings
 def findings_table(findings: Findings, decision: Decision, arms: Arms, max_requests: int) -> Table:
     """Every reason with what was measured and what is required."""
     title = f"{arms.challenger} against {arms.control}: {decision.action}, {findings.requests}/{max_requests} requests"
-    return _table(title, findings.al, decision.reasons)
+    table = _table(title, findings.al, decision.reasons)
+    if findings.left_out:
+        table.caption = (
+            f"{findings.left_out} requests left out: dealt by weights that nobody noted, or without a choice"
+        )
+    return table
 
 
 def decision_table(kept: Mapping[str, Any], arms: Arms) -> Table:

@@ -87,6 +87,13 @@ def test_a_stream_becomes_the_same_record_as_a_body():
     assert read_stream("x", stream(*events)) == read_body("x", 200, json.dumps(body()).encode())
 
 
+def test_a_stream_may_hold_letters_that_end_a_line_elsewhere():
+    text = "a\u2028b\u0085c"
+    event = {"choices": [{"delta": {"content": text}, "finish_reason": "length"}], "usage": USAGE}
+    raw = f"data: {json.dumps(event, ensure_ascii=False)}\n\ndata: [DONE]\n\n".encode()
+    assert read_stream("x", raw).text == text
+
+
 @pytest.mark.parametrize(
     ("status", "raw", "error"),
     [
