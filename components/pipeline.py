@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from components.config import Settings
 from components.forecast import Stopwatch, free_bytes
-from components.planning import Plan, check_room, make_plan
+from components.planning import NoRoom, Plan, check_room, make_plan
 from components.section import ConfigError
 from components.stage import Artifact, Stage, find_artifact, run_stage
 from components.storage import Location
@@ -38,8 +38,8 @@ class Pipeline:
     settings: Settings
     storage: Location
     tracker: Tracker
-    before_first_run: Callable[[], None] = lambda: None
-    """Called once before the first stage that has to run (connects to Ray)."""
+    before_first_run: Callable[[Sequence[str]], None] = lambda stages: None
+    """Called once before the first stage that has to run, with the names of all that have to (connects to Ray)."""
     artifacts: dict[str, Artifact] = field(default_factory=dict, init=False)
     made: list[str] = field(default_factory=list, init=False)
     """Names of the stages that this run had to make."""
@@ -81,10 +81,16 @@ class Pipeline:
         return self.stages[start : names.index(selection.last) + 1 if selection.last else None]
 
     def _before_first_run(self, stage: Stage, selection: Selection) -> None:
-        """No engine starts for what the disk cannot hold."""
+        """No engine starts for what the disk cannot hold, or for a run that the cluster cannot finish."""
         rest = self._until(selection, start=[s.name for s in self.stages].index(stage.name))
-        make_plan(rest, self.artifacts, self.storage, selection.forced).check_disk()
-        self.before_first_run()
+        plan = make_plan(rest, self.artifacts, self.storage, selection.forced)
+        try:
+            plan.check_disk()
+        except NoRoom as error:
+            if self.settings.storage.refuse_overfull:
+                raise
+            log.warning("%s; going on, as storage.refuse_overfull is false", error.problem)
+        self.before_first_run([planned.name for planned in plan.stages if planned.state != "done"])
 
     def _check(self, selection: Selection) -> None:
         """What the user can mend is said before anything runs."""

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import ray
 import typer
 
+from components.cluster_room import check_room, stage_needs
 from components.config import Settings
 from components.lease import LeaseHeld, LeaseLost
 from components.pipeline import Pipeline
@@ -91,7 +92,12 @@ def run_pipeline(define_stages: Callable[[Settings], Sequence[Stage]], options: 
 
 
 def make_pipeline(stages: Sequence[Stage], settings: Settings) -> Pipeline:
-    return Pipeline(stages, settings, Location(settings.storage.uri), Tracker.of(settings), connect_to_ray)
+    def prepare(to_run: Sequence[str]) -> None:
+        connect_to_ray()
+        for stage in to_run:
+            check_room(stage_needs(stage, settings))
+
+    return Pipeline(stages, settings, Location(settings.storage.uri), Tracker.of(settings), prepare)
 
 
 def connect_to_ray() -> None:

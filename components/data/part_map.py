@@ -18,6 +18,7 @@ import ray.data
 from ray.exceptions import RayError
 from ray.util.annotations import RayDeprecationWarning
 
+from components.cluster_room import Need, check_room, waiting_lines
 from components.config import StageResources
 from components.data.part_worker import PartRunner, PartTask, PartWorker
 from components.data.parts import part_name
@@ -30,6 +31,7 @@ from components.data.progress import (
     progress_lines,
     start_beside_driver,
 )
+from components.section import ConfigError
 from components.storage import Location
 
 log = logging.getLogger("aerie")
@@ -63,14 +65,21 @@ def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> None:
 
     Raises:
         OSError: the storage is full; what is done stays.
+        ConfigError: the cluster has not the workers' resources; or the storage did not answer, again and again, and what is done stays.
         WorkersFailed: workers did not start, or did nothing but die.
     """
-    pending = _missing(job, tasks)
+    pending, need = _missing(job, tasks), Need.of(f"resources.{job.title}", job.resources)
     if len(pending) < len(tasks):
         log.info("%s: %d of %d parts are there already", job.title, len(tasks) - len(pending), len(tasks))
     if not pending:
         return
     progress = start_beside_driver(Progress, job.resources.replicas + DEATHS_PER_ATTEMPT * job.max_attempts)
+    check_room([need])
+    with waiting_lines(job.title, [need], lambda: ray.get(progress.has_begun.remote(), timeout=5)):
+        _make(job, tasks, pending, progress)
+
+
+def _make(job: PartJob, tasks: Sequence[PartTask], pending: list[PartTask], progress: Any) -> None:
     failed_runs = 0
     while pending:
         try:
@@ -95,8 +104,12 @@ def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> None:
 def _check(job: PartJob, stop: Stop | None) -> None:
     if stop is None:
         return
+    last_line = stop.words.strip().rpartition("\n")[2]
+    if stop.failure == "full":
+        raise OSError(errno.ENOSPC, last_line)
     if stop.failure == "storage":
-        raise OSError(errno.ENOSPC, stop.words.strip().rpartition("\n")[2])
+        problem = f"it cannot be read or written ({last_line}); what is done of {job.title} stays"
+        raise ConfigError("storage.uri", problem, "repeat the command once it answers: it goes on")
     happened = "its worker does not start" if stop.failure == "start" else "workers die of whatever they are given"
     raise WorkersFailed(f"{job.title}: {happened}; the last one said:\n{stop.words}")
 

@@ -12,13 +12,15 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 import ray
+from ray.exceptions import RayError
 
+from components.data.blame import Life, Unheard, innocent_cause, node_answers
 from components.data.parts import part_name
 from components.data.pieces import Pieces
 from components.data.progress import Failure
 from components.data.verdict import ERROR, STALLED, Verdict
 from components.data.watchdog import LAST_WORDS_TIMEOUT_S, Watchdog
-from components.storage import Location, is_full
+from components.storage import Location
 
 REPORT_INTERVAL_S = 1.0
 
@@ -116,6 +118,7 @@ class PartRunner:
         self._worker: PartWorker | None = None
         self._watchdog = Watchdog(stall_timeout_s, self._seen_at_s, self._on_stall)
         self._called_at_s = time.monotonic()
+        self._life = Life.here()
         self._failure: Failure = "start"
         self._note: Callable[[Verdict], None] = lambda verdict: None
         """Leaves word of why the piece that is being made failed."""
@@ -131,7 +134,7 @@ class PartRunner:
                 self._failure = "rows"
                 self._make(self._worker, tasks)
             except Exception as error:
-                self._end("storage" if is_full(error) else self._failure)
+                self._end(innocent_cause(error) or self._failure)
         return {"parts": len(tasks)}
 
     def _make(self, worker: PartWorker, tasks: list[PartTask]) -> None:
@@ -144,7 +147,8 @@ class PartRunner:
         worker.flush()
 
     def _make_in_pieces(self, worker: PartWorker, task: PartTask) -> None:
-        pieces = Pieces(self._output, task.number, worker.num_rows(task), self._max_attempts)
+        num_rows = worker.num_rows(task)
+        pieces = Pieces(self._output, task.number, num_rows, self._max_attempts, self._life, self._died)
         for rows in pieces.left():
             piece = Piece(task, pieces.file(rows), rows, pieces.draft(rows))
             if pieces.is_lost(rows):
@@ -160,9 +164,10 @@ class PartRunner:
         self._note = partial(pieces.fail, rows)
         try:
             worker.make([piece])
-        except Exception:
-            with suppress(OSError):
-                self._note(Verdict(ERROR, traceback.format_exc()))
+        except Exception as error:
+            if innocent_cause(error) is None:
+                with suppress(OSError):
+                    self._note(Verdict(ERROR, traceback.format_exc()))
             raise
         finally:
             self._note = lambda verdict: None
@@ -177,13 +182,22 @@ class PartRunner:
     def _on_stall(self, words: str) -> None:
         with suppress(OSError):
             self._note(Verdict(STALLED, words))
-        ray.get(self._progress.fail.remote(self._failure, words), timeout=LAST_WORDS_TIMEOUT_S)
+        ray.get(self._progress.fail.remote(self._failure, words, self._life.process), timeout=LAST_WORDS_TIMEOUT_S)
+
+    def _died(self, life: Life) -> bool:
+        """Whether a process of this run ended alone."""
+        if life.run != self._life.run or not node_answers(life.node):
+            return False
+        return not ray.get(self._progress.is_excused.remote(life.process))
 
     def _report(self, done: Mapping[str, int]) -> None:
-        ray.get(self._progress.add.remote(done))
+        try:
+            ray.get(self._progress.add.remote(done))
+        except RayError as error:
+            raise Unheard from error
 
     def _end(self, failure: Failure) -> None:
         try:
-            ray.get(self._progress.fail.remote(failure, traceback.format_exc()))
+            ray.get(self._progress.fail.remote(failure, traceback.format_exc(), self._life.process))
         finally:
             os._exit(1)

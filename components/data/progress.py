@@ -6,16 +6,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 log = logging.getLogger("aerie")
 
-Failure = Literal["rows", "start", "storage"]
-"""While rows were made, while the worker started, or because nothing more can be written."""
+T = TypeVar("T")
+
+Failure = Literal["rows", "start", "full", "storage", "driver"]
+"""While rows were made, while the worker started, because nothing more can be written, because the storage did not answer, or nobody
+beside the driver."""
+EXCUSES: tuple[Failure, ...] = ("full", "storage", "driver")
+"""Failures that are not the rows'."""
 
 PROGRESS_INTERVAL_S = 10.0
 MAX_FAILED_STARTS = 3
@@ -48,30 +53,43 @@ class Progress:
         self._max_calls = max_calls_without_progress
         self._calls = 0
         self._failed_starts = 0
-        self._has_worked = False
+        self._has_begun = self._has_worked = False
+        self._failure: Failure = "rows"
+        self._excused: set[str] = set()
         self._words = ""
         self._stop: Stop | None = None
 
     def begin(self) -> bool:
         """A worker takes a call; False: it should leave it."""
         self._calls += 1
+        self._has_begun = True
         if self._calls > self._max_calls:
-            self.stop("rows", self._words or "the workers' processes ended without a word")
+            self.stop(self._failure, self._words or "the workers' processes ended without a word")
         return self._stop is None
+
+    def has_begun(self) -> bool:
+        """Whether any worker's process was there to take a call."""
+        return self._has_begun
 
     def add(self, done: Mapping[str, int]) -> None:
         """Something was done; an empty sum counts as well."""
         self._done.update(done)
         self._calls = self._failed_starts = 0
+        self._failure = "rows"
         self._has_worked = True
 
-    def fail(self, failure: Failure, words: str) -> None:
-        """A worker is about to end itself."""
-        self._words = words[-LAST_WORDS:]
+    def fail(self, failure: Failure, words: str, process: str) -> None:
+        """A worker's process is about to end itself."""
+        self._words, self._failure = words[-LAST_WORDS:], failure
+        self._excused |= {process} if failure in EXCUSES else set()
         self._failed_starts += failure == "start"
         cannot_start = self._failed_starts and (not self._has_worked or self._failed_starts == MAX_FAILED_STARTS)
-        if failure == "storage" or cannot_start:
+        if failure == "full" or cannot_start:
             self.stop(failure, self._words)
+
+    def is_excused(self, process: str) -> bool:
+        """Whether a process said that it ended for a reason that is not its rows'."""
+        return process in self._excused
 
     def stop(self, failure: Failure, words: str) -> None:
         self._stop = self._stop or Stop(failure, words)
@@ -90,6 +108,23 @@ def start_beside_driver(actor: type, *arguments: Any) -> Any:
     """An actor on the driver's own node: the workers of all other nodes should outlive any one of them."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ray.remote(num_cpus=0)(actor).options(scheduling_strategy=here).remote(*arguments)
+
+
+def run_beside_driver(function: Callable[..., T], *arguments: Any) -> T:
+    """What the function returns, called in another process on the driver's own node (it sees the same disk): the driver holds none of
+    what it holds meanwhile. Where Ray is not connected it is called here.
+
+    Raises:
+        Exception: what the function raised.
+    """
+    if not ray.is_initialized():
+        return function(*arguments)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    task = ray.remote(num_cpus=0)(function).options(scheduling_strategy=here, max_retries=0)
+    try:
+        return ray.get(task.remote(*arguments))
+    except RayTaskError as error:
+        raise error.cause from None
 
 
 @contextmanager

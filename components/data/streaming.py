@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from components.data.capturing import features_problem
 from components.data.extractors.interface import Extractor, ExtractorSpec
+from components.data.open_shards import Kept, OpenShards
 from components.data.progress import WorkersFailed
-from components.data.shards import StoredDocument, read_shard
+from components.data.shards import StoredDocument
 from components.data.trials import Place
 from components.data.verdict import ERROR, STALLED, Verdict
 from components.data.watchdog import LAST_WORDS_TIMEOUT_S, Watchdog
@@ -30,7 +31,7 @@ from components.draft.batch import Document
 from components.storage import Location
 from components.target.layers import Captured
 
-OUTLINE_SHARDS_KEPT = 32
+OPEN_SHARDS = 32  # every training worker mixes the documents of its own 16 or so
 UNUSABLE = "_unusable"
 
 
@@ -84,9 +85,8 @@ class StreamWorker:
         """
         self._job, self._number, self._trials = job, number, trials
         self._extractor: Extractor | None = None
-        self._shard = lru_cache(maxsize=OUTLINE_SHARDS_KEPT)(partial(read_shard, job.outlines))
-        self._cache: dict[Place, Features] = {}
-        self._cache_room = job.cache_bytes
+        self._outlines = OpenShards(job.outlines, OPEN_SHARDS)
+        self._kept: Kept[Place, Features] = Kept(job.cache_bytes)
         self._captured_tokens = self._replayed_tokens = 0
         self._seen_at_s = time.monotonic()
         self._watchdog = Watchdog(job.stall_timeout_s, lambda: self._seen_at_s, self._on_stall)
@@ -96,7 +96,7 @@ class StreamWorker:
 
         Ray makes an object of each, so that a reader frees every document as soon as it has it.
         """
-        cached = {place: self._cache[place] for place in places if place in self._cache}
+        cached = {place: kept for place in places if (kept := self._kept.get(place)) is not None}
         self._replayed_tokens += sum(len(features.input_ids) for features in cached.values())
         wanted = [place for place in places if place not in cached and _note_name(place) not in self._set_apart]
         self._seen_at_s = time.monotonic()
@@ -134,7 +134,8 @@ class StreamWorker:
             WorkersFailed: too many processes died and did nothing.
         """
         if self._extractor is None:
-            last_words = ray.get(self._trials.start.remote(self._number))
+            node = ray.get_runtime_context().get_node_id()
+            last_words = ray.get(self._trials.start.remote(self._number, node))
             if last_words is not None:
                 raise WorkersFailed(
                     f"capture: workers die of whatever they are given; the last one said:\n{last_words}"
@@ -153,7 +154,7 @@ class StreamWorker:
                 self._note(place, Verdict(*problem))
                 continue
             features = Features.of(outline, *states)
-            self._keep(place, features)
+            self._kept.offer(place, features, features.num_bytes)
             yield place, features
 
     def _extracted(self, extractor: Extractor, documents: Sequence[Sequence[int]]) -> Iterator[Captured]:
@@ -169,13 +170,7 @@ class StreamWorker:
                 os._exit(1)
 
     def _outline(self, place: Place) -> StoredDocument:
-        return self._shard(place.shard)[place.row]
-
-    def _keep(self, place: Place, features: Features) -> None:
-        """Hold on to what there is room for. Nothing ever makes room: every epoch asks for all, so any other would be as good."""
-        if features.num_bytes <= self._cache_room:
-            self._cache[place] = features
-            self._cache_room -= features.num_bytes
+        return self._outlines.read(*place)
 
     def _note(self, place: Place, problem: Verdict) -> None:
         """Set a document apart, for good."""

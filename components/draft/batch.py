@@ -36,6 +36,11 @@ class Document:
         if len(self.input_ids) < 2:
             raise ValueError(f"a document needs at least 2 tokens, got {len(self.input_ids)}")
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tensors."""
+        return sum(t.nbytes for t in (self.input_ids, self.loss_mask, self.aux_hidden, self.last_hidden))
+
 
 @dataclass(frozen=True)
 class PackedBatch:

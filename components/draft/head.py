@@ -193,8 +193,12 @@ def median_feature_rms(aux_NX: Tensor, num_aux_layers: int) -> Tensor:
 
     The median, because the first token's features are hundreds of times larger than the others.
     """
-    rms_NA = aux_NX.float().unflatten(-1, (num_aux_layers, -1)).pow(2).mean(-1).sqrt()
-    return rms_NA.median(dim=0).values
+    return feature_rms(aux_NX, num_aux_layers).median(dim=0).values
+
+
+def feature_rms(aux_NX: Tensor, num_aux_layers: int) -> Tensor:
+    """[N, A] root mean square of each aux layer's row."""
+    return aux_NX.float().unflatten(-1, (num_aux_layers, -1)).pow(2).mean(-1).sqrt()
 
 
 def _init_layer(layer: DraftLayer, num_layers: int, generator: torch.Generator) -> None:

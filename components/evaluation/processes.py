@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
+from components.cluster_room import Need, are_up, waiting_lines
 from components.config import StageResources
 
 log = logging.getLogger("aerie")
@@ -33,6 +34,7 @@ class FreshProcesses:
     """
 
     def __init__(self, resources: StageResources, env: Mapping[str, str], preload: str) -> None:
+        self._need = Need.of("resources.evaluate", resources)._replace(num_actors=1)
         self._make_actor = lambda: (
             ray.remote(_Starter)
             .options(
@@ -58,9 +60,10 @@ class FreshProcesses:
         log.info("%s: starting", title)
         started = time.monotonic()
         self._actor = self._actor or self._make_actor()
-        reference = self._actor.run.remote(function, arguments)
-        while not ray.wait([reference], timeout=POLL_S)[0]:
-            log.info("%s: %.0f s", title, time.monotonic() - started)
+        with waiting_lines(title, [self._need], are_up([self._actor])):
+            reference = self._actor.run.remote(function, arguments)
+            while not ray.wait([reference], timeout=POLL_S)[0]:
+                log.info("%s: %.0f s", title, time.monotonic() - started)
         try:
             ray.get(reference)
         except RayTaskError as error:

@@ -27,7 +27,7 @@ PACE = 0.002
 IDLE = 0.01
 """Share of the experiment after which a silent session is over."""
 GUARD_EVERY = 10
-"""Sessions between two looks at the guardrails, to save time: they are slow to change. AL is looked at after every session."""
+"""Sessions between two looks at the guardrails and the dealing, to save time. AL is looked at after every session."""
 
 
 class Kind(StrEnum):
@@ -129,8 +129,8 @@ def _watch(begun: _Made, over: _Made, seen: Array, num_tasks: int, case: Case, p
             sums += np.where(done.counts & ~done.treated, np.stack([accepted, done.rounds]), 0.0)
         if i % GUARD_EVERY == 0 or last:
             guards.look(last)
+            sound = guards.measured & ~guards.broken & is_dealt_as_weighted(assignment, policy)
         length = 1 + sums[0] / np.maximum(sums[1], 1)
-        sound = guards.measured & ~guards.broken & is_dealt_as_weighted(assignment, policy)
         verdict = judge(watched.bounds(last), length, guards.broken, sound, last, policy)
         promoted |= open_ & verdict.promote
         harmed |= open_ & verdict.harm

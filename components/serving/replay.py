@@ -141,8 +141,7 @@ def request_body(session: Session, messages: Sequence[Message], settings: Settin
     body: dict[str, Any] = {
         "messages": list(messages),
         "max_tokens": settings.ab.max_new_tokens,
-        "temperature": settings.data.temperature,
-        "top_p": settings.data.top_p,
+        **settings.data.sampling,
         "stream": session.stream,
     }
     if session.stream:  # without it a stream tells neither tokens nor acceptance

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 import ray.train
 import torch
 from ray.train import (
@@ -23,7 +24,9 @@ from ray.train import (
 )
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from components.cluster_room import Need, Started, waiting_lines
 from components.config import StageResources, TrainConfig
+from components.data.progress import start_beside_driver
 from components.draft.schedule import StepSums
 from components.training.reduce import reduce_sums
 from components.training.setup import HeadSpec, build_trainer, own_documents
@@ -90,9 +93,10 @@ def run_training(
     Raises:
         TrainingFailed: a worker failed for good; the message has its error.
     """
+    started = start_beside_driver(Started)
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config={"spec": spec, "source": source, "config": config},
+        train_loop_config={"spec": spec, "source": source, "config": config, "started": started},
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if resources.num_gpus else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=resources.replicas,
@@ -111,7 +115,10 @@ def run_training(
         ),
     )
     try:
-        result = trainer.fit()
+        with waiting_lines(
+            "head", [Need.of("resources.train", resources)], lambda: ray.get(started.is_set.remote(), timeout=5)
+        ):
+            result = trainer.fit()
     except TrainingFailedError as error:
         raise TrainingFailed(f"training failed: {error}") from error
     if result.checkpoint is None:
@@ -121,6 +128,7 @@ def run_training(
 
 def train_worker(job: dict[str, Any]) -> None:
     """One worker: from the last checkpoint, or from the target's weights, to the last step."""
+    job["started"].set.remote()
     context = ray.train.get_context()
     device = ray.train.torch.get_device()
     torch.manual_seed(job["config"].seed)

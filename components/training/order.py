@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SHARDS_SHUFFLED_TOGETHER = 16  # documents mix over this many shards, so a reader needs no more than these in memory
+SHARDS_SHUFFLED_TOGETHER = 16  # documents mix over this many shards, so a reader needs no more than these open
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """From finished outputs to a trainer: the head at its starting point, its teacher and this rank's documents."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from transformers import AutoConfig
 from components.config import TrainConfig
 from components.data.shards import document_index, read_input_ids
 from components.draft.batch import Document
-from components.draft.head import DraftHead, HeadConfig, median_feature_rms
+from components.draft.head import DraftHead, HeadConfig, feature_rms
 from components.draft.losses import Teacher
 from components.storage import Location
 from components.target.layers import teacher_weights
@@ -56,10 +57,10 @@ def feature_scale(features: Location, source: DocumentSource, num_aux_layers: in
         ValueError: there is no usable training document.
     """
     first = source.documents(split_entries(features, "train")[:DOCUMENTS_FOR_SCALE])
-    aux_hidden = [document.aux_hidden for document in first if document is not None]
-    if not aux_hidden:
+    rms = [feature_rms(document.aux_hidden, num_aux_layers) for document in first if document is not None]
+    if not rms:
         raise ValueError("features: no training document; lower data.validation_fraction or add prompts")
-    return tuple(median_feature_rms(torch.cat(aux_hidden), num_aux_layers).tolist())
+    return tuple(torch.cat(rms).median(dim=0).values.tolist())
 
 
 def build_head(spec: HeadSpec, seed: int) -> tuple[DraftHead, Teacher]:
@@ -105,10 +106,10 @@ def build_trainer(
     return trainer
 
 
-def own_documents(spec: HeadSpec, split: str, trainer: Trainer) -> list[Document]:
-    """This rank's share of another split's documents; may be empty."""
-    source = StoredDocuments(Location(spec.features_uri), max_shards=1)
-    return list(source.documents(split_entries(source.location, split)[trainer.rank :: trainer.world_size]))
+def own_documents(spec: HeadSpec, split: str, trainer: Trainer) -> Iterator[Document]:
+    """This rank's share of another split's documents, one in memory at a time; may be empty."""
+    source = StoredDocuments(Location(spec.features_uri), kept_bytes=0)
+    return source.documents(split_entries(source.location, split)[trainer.rank :: trainer.world_size])
 
 
 def _on_device(teacher: Teacher, device: torch.device) -> Teacher:

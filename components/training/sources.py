@@ -5,30 +5,33 @@ Both are asked for documents in training's order and hand them out in that order
 
 import json
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
 import ray
 from ray import ObjectRef
 
-from components.config import Settings, StageResources
+from components.cluster_room import Need, are_up, check_room, stage_needs, waiting_lines
+from components.config import Settings
 from components.data.extractors.interface import ExtractorSpec
+from components.data.open_shards import Kept, OpenShards
 from components.data.progress import start_beside_driver
-from components.data.shards import StoredDocument, read_shard
 from components.data.streaming import StreamJob, StreamWorker
 from components.data.trials import Place, Trials
 from components.draft.batch import Document
-from components.section import ConfigError
 from components.storage import Location
+from components.training.host_memory import KEPT_BYTES
 from components.training.order import SHARDS_SHUFFLED_TOGETHER, Entry
 
 log = logging.getLogger("aerie")
 
 GB = 1e9
+OPEN_SHARDS = SHARDS_SHUFFLED_TOGETHER + 1  # of an epoch's group, and the first of the next one
 
 
 class DocumentSource(Protocol):
@@ -41,22 +44,29 @@ class DocumentSource(Protocol):
 
 @dataclass
 class StoredDocuments:
-    """Documents of a features output, with the last few shards kept in memory."""
+    """Documents of a features output, read one by one as they are asked for."""
 
     location: Location
-    max_shards: int = SHARDS_SHUFFLED_TOGETHER + 1
-    _shards: OrderedDict[str, list[StoredDocument]] = field(default_factory=OrderedDict, init=False)
+    kept_bytes: float = KEPT_BYTES
+    """Memory for documents that are asked for again."""
 
     def documents(self, entries: Iterable[Entry]) -> Iterator[Document]:
         return map(self._read, entries)
 
     def _read(self, entry: Entry) -> Document:
-        if entry.shard not in self._shards:
-            self._shards[entry.shard] = read_shard(self.location, entry.shard)
-            if len(self._shards) > self.max_shards:
-                self._shards.popitem(last=False)
-        self._shards.move_to_end(entry.shard)
-        return self._shards[entry.shard][entry.row]
+        document = self._kept.get(entry)
+        if document is None:
+            document = self._shards.read(entry.shard, entry.row)
+            self._kept.offer(entry, document, document.num_bytes)
+        return document
+
+    @cached_property
+    def _shards(self) -> OpenShards:
+        return OpenShards(self.location, OPEN_SHARDS)
+
+    @cached_property
+    def _kept(self) -> Kept[Entry, Document]:
+        return Kept(self.kept_bytes)
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ def open_stream(
         ConfigError: the cluster has not the resources of capture and training together.
     """
     resources, stream = settings.resources.features, settings.data.stream
-    check_room(resources, settings.resources.train)
+    check_room(stage_needs("head", settings))
     options = {
         "num_cpus": resources.num_cpus,
         "num_gpus": resources.num_gpus,
@@ -119,25 +129,13 @@ def open_stream(
     worker = ray.remote(StreamWorker).options(**options)
     workers = [worker.remote(job, number, trials) for number in range(resources.replicas)]
     try:
-        yield StreamedDocuments(workers, stream.documents_in_flight)
+        with waiting_lines("capture", [Need.of("resources.features", resources)], are_up(workers)):
+            yield StreamedDocuments(workers, stream.documents_in_flight)
         tokens = ray.get([worker.tokens.remote() for worker in workers])
         log.info("head: %d tokens captured, %d replayed from memory", *map(sum, zip(*tokens, strict=True)))
     finally:
         for handle in workers:
             ray.kill(handle)
-
-
-def check_room(capture: StageResources, train: StageResources) -> None:
-    """Raises ConfigError when the cluster cannot run capture and training side by side: Ray would wait for ever."""
-    cluster = ray.cluster_resources()
-    for name, unit in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
-        needed = sum(getattr(stage, name) * stage.replicas for stage in (capture, train))
-        if needed > cluster.get(unit, 0):
-            raise ConfigError(
-                "data.mode",
-                f"stream needs {needed:g} {unit}s for capture and training together, the cluster has {cluster.get(unit, 0):g}",
-                "lower resources.features.replicas or resources.train.replicas, or use data.mode=store",
-            )
 
 
 def unusable_documents(folder: Location) -> list[dict[str, str]]:

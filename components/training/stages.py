@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from components.config import Settings
+from components.data.stages import extractor_engine
 from components.forecast import Forecast, head_parameters
 from components.stage import Artifact, Outcome, Output, Stage
-from components.target.aux_layers import choose_aux_layers
+from components.target.aux_layers import bytes_per_token, choose_aux_layers
 from components.target.stages import target_facts
+from components.training.host_memory import KEPT_BYTES, most_document_bytes
 
 NOT_IDENTITY = {"rows_per_part", "activation_checkpointing", "shard", "checkpoint_every_steps"}
 """Settings of `train` that change how the work is cut, never the head."""
@@ -61,6 +63,7 @@ def _capture_identity(settings: Settings) -> dict[str, Any]:
         "extractor": settings.data.extractor,
         "aux_layers": settings.draft.aux_layers,
         "dtype": settings.target.dtype,
+        **extractor_engine(settings),
     }
 
 
@@ -70,7 +73,21 @@ def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
     facts = artifacts["features"].facts if "features" in artifacts else None
     if facts:
         shape += f", {facts['supervised_tokens'] * train.epochs:,} answer tokens in all"
+    shape += f"; {_plan_memory(settings, artifacts)}"
     return shape if settings.data.mode == "store" else f"{shape}; {_plan_stream(settings, facts)}"
+
+
+def _plan_memory(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
+    if "features" in artifacts:
+        token_bytes = artifacts["features"].facts["bytes_per_token"]
+    else:
+        target = target_facts(settings, artifacts)
+        num_aux_layers = len(choose_aux_layers(settings.draft.aux_layers, target["num_layers"]))
+        token_bytes = bytes_per_token(num_aux_layers, target["hidden_size"])
+    longest_bytes = settings.target.max_model_len * token_bytes
+    most_bytes = most_document_bytes(settings.train, settings.resources.train.replicas, longest_bytes)
+    most_bytes += KEPT_BYTES if settings.data.mode == "store" else 0
+    return f"at most {most_bytes / 1e9:.1f} GB of documents in a worker's memory"
 
 
 def _forecast(settings: Settings, known: Mapping[str, Artifact], expected: Mapping[str, Forecast]) -> Forecast:

@@ -1,6 +1,7 @@
 """Held-out figures during training: loss and accuracy at each depth, and the walked AL that serving would see."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 
@@ -10,19 +11,26 @@ from components.draft.drafting import Walk, answer_spans, greedy_drafts, walked_
 from components.draft.head import DraftHead
 from components.draft.losses import Teacher
 from components.draft.schedule import StepOptions, StepSums, measure
+from components.training.host_memory import DOCUMENTS_PER_PACK
 from components.training.reduce import reduce_sums
 from components.training.shard import whole
 from components.training.trainer import Trainer, all_rank_sums, figures
 
-DOCUMENTS_PER_PACK = 8
 
+def validate(trainer: Trainer, documents: Iterable[Document], prefix: str = "validation") -> dict[str, float]:
+    """Figures named `<prefix>/...` over this rank's documents and all other ranks'; a rank may have none.
 
-def validate(trainer: Trainer, documents: Sequence[Document], prefix: str = "validation") -> dict[str, float]:
-    """Figures named `<prefix>/...` over this rank's documents and all other ranks'; a rank may have none."""
+    `DOCUMENTS_PER_PACK` of them are in memory at a time.
+    """
+    options = trainer.options
+    sums = StepSums.zeros(options.num_depths, trainer.device)
+    walks = [Walk() for _ in range(options.num_depths)]
     trainer.head.eval()
     with whole(trainer.head):
-        sums = loss_sums(trainer.head, documents, trainer.teacher, trainer.options)
-        walks = walks_by_depth(trainer.head, documents, trainer.options)
+        for pack in _packs(documents):
+            sums.add(loss_sums(trainer.head, pack, trainer.teacher, options))
+            for walk, more in zip(walks, walks_by_depth(trainer.head, pack, options), strict=True):
+                walk.add(more)
     trainer.head.train()
     rows = figures(all_rank_sums(sums), prefix)
     reduced = reduce_sums(torch.tensor([[w.rounds, w.accepted] for w in walks], dtype=torch.float64))
@@ -34,12 +42,14 @@ def validate(trainer: Trainer, documents: Sequence[Document], prefix: str = "val
 
 def loss_sums(head: DraftHead, documents: Sequence[Document], teacher: Teacher, options: StepOptions) -> StepSums:
     """Loss and hits of every supervised element at every depth."""
-    sums = StepSums.zeros(options.num_depths, head.fc.weight.device)
-    for start in range(0, len(documents), DOCUMENTS_PER_PACK):
-        batch = PackedBatch.pack(documents[start : start + DOCUMENTS_PER_PACK], head.fc.weight.device)
-        part = measure(head, batch, supervised_chains(batch, options.num_depths), teacher, options)
-        sums.add(part)
-    return sums
+    batch = PackedBatch.pack(documents, head.fc.weight.device)
+    return measure(head, batch, supervised_chains(batch, options.num_depths), teacher, options)
+
+
+def _packs(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    documents = iter(documents)
+    while pack := list(islice(documents, DOCUMENTS_PER_PACK)):
+        yield pack
 
 
 def walks_by_depth(head: DraftHead, documents: Sequence[Document], options: StepOptions) -> list[Walk]:

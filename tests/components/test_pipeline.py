@@ -12,6 +12,7 @@ import pytest
 
 from components.config import Settings
 from components.config_loading import load_settings
+from components.forecast import Forecast
 from components.pipeline import Pipeline, Selection, check_disk
 from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
@@ -68,7 +69,7 @@ def test_the_second_run_makes_nothing_and_connects_to_nothing(tmp_path: Path) ->
     assert run(tmp_path) == ["answers", "words", "head", "report"]
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     again = make(tmp_path)
-    again.before_first_run = lambda: pytest.fail("connected to Ray for nothing")
+    again.before_first_run = lambda stages: pytest.fail("connected to Ray for nothing")
     assert set(again.run(Selection())) == {"answers", "words", "head", "report"}
     assert again.made == []
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
@@ -167,6 +168,16 @@ def test_what_the_disk_cannot_hold_is_refused_before_anything_runs(
     assert ended.value.code == 2
     assert re.search(r"error: storage.uri: .*B free, the run writes about 1152921\.5 TB", capsys.readouterr().err)
     assert not (tmp_path / "storage").exists()
+
+
+def test_an_overfull_run_may_be_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def one(settings: Settings) -> Sequence[Stage]:
+        return [replace(chain(settings)[0], forecast=lambda known, expected: Forecast(bytes=1 << 60))]
+
+    pipeline = make(tmp_path, "storage.refuse_overfull=false")
+    pipeline.stages = one(pipeline.settings)
+    assert pipeline.run(Selection()).keys() == {"answers"}
+    assert "going on, as storage.refuse_overfull is false" in caplog.text
 
 
 def test_plan_on_the_command_line(tmp_path: Path) -> None:

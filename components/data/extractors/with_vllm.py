@@ -1,7 +1,5 @@
 """Features from vLLM: its `extract_hidden_states` method, for targets that need tensor parallelism or run only there."""
 
-import shutil
-import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -15,6 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from components.data.extractors.interface import ExtractorSpec
 from components.data.extractors.kv_connector import PATH_PARAM, STATES, PromptStatesConnector
+from components.data.extractors.scratch import ScratchFolder
 from components.target.layers import Captured
 
 MAX_NUM_SEQS = 64
@@ -22,10 +21,10 @@ MAX_NUM_SEQS = 64
 
 def start_vllm(spec: ExtractorSpec) -> "VllmExtractor":
     """An extractor with an engine of its own, in this process where the environment says so."""
-    folder = Path(tempfile.mkdtemp(prefix="aerie-states-"))
-    engine = LLMEngine.from_engine_args(EngineArgs(**extraction_kwargs(spec, folder)))
+    folder = ScratchFolder("aerie-states-")
+    engine = LLMEngine.from_engine_args(EngineArgs(**extraction_kwargs(spec, folder.path)))
     extractor = VllmExtractor(engine)
-    weakref.finalize(extractor, shutil.rmtree, folder, ignore_errors=True)
+    weakref.finalize(extractor, folder.remove)
     return extractor
 
 

@@ -15,16 +15,32 @@ from components.data.part_worker import PartTask, PartWorker, Piece
 from components.data.parts import PartAccount, part_names, part_writer, read_columns
 from components.storage import Location
 
-MADE, HELPERS = "_made", "_helpers"
+MADE, HELPERS, OUTAGE = "_made", "_helpers", "_outage"
+OUTAGES = 3
 
 
 class CountingWorker(PartWorker):
-    """Ends its process at a deadly number, raises at an impossible one and hangs at an endless one."""
+    """Ends its process at a deadly number, raises at an impossible one and hangs at an endless one.
+
+    The storage is away at each of `unstored`, until it was asked for `OUTAGES` times.
+    """
 
     schema = pa.schema([("number", pa.int64()), ("text", pa.string())])
 
-    def __init__(self, output, report, rows_per_part, deadly=(), impossible=(), endless=(), text="", seconds_a_row=0.0):
+    def __init__(
+        self,
+        output,
+        report,
+        rows_per_part,
+        deadly=(),
+        impossible=(),
+        endless=(),
+        text="",
+        seconds_a_row=0.0,
+        unstored=(),
+    ):
         super().__init__(output, report)
+        self.unstored = unstored
         self.rows_per_part, self.deadly, self.impossible, self.endless = rows_per_part, deadly, impossible, endless
         self.text, self.seconds_a_row = text, seconds_a_row
         self.log = output.join(MADE, f"{time.time_ns()}").path
@@ -41,6 +57,10 @@ class CountingWorker(PartWorker):
         time.sleep(self.seconds_a_row)
         if number in self.deadly:
             os._exit(9)
+        if number in self.unstored and len(self.output.join(OUTAGE).files()) < OUTAGES:
+            missing = self.output.join(OUTAGE, f"{time.time_ns()}")
+            missing.write_bytes(b"")
+            missing.join("below a file").write_bytes(b"")
         if number in self.impossible:
             raise ArithmeticError(f"{number} is impossible")
         if number in self.endless:

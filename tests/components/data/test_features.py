@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from components.config import Settings
+from components.data.blame import Life
 from components.data.capturing import CaptureWorker, stored_document
 from components.data.documents import Turns, merge_turns
 from components.data.extractors.interface import extractor_spec
@@ -117,7 +118,8 @@ def test_a_part_made_in_pieces_lacks_only_the_lost_documents(settings, tiny_targ
     whole, joined, task = output.join(part_name(0)), output.join(part_name(1)), PartTask(1)
     worker.make([Piece(task, whole)])
 
-    pieces = Pieces(output, 1, worker.num_rows(task), max_attempts=1)
+    life = Life("run", "node", "process")
+    pieces = Pieces(output, 1, worker.num_rows(task), 1, life, lambda life: True)
     assert worker.num_rows(task) == 4  # the last of five turns continues the one before it
     pieces.begin(range(4))  # a worker died with all of them
     for rows in pieces.left():

@@ -1,18 +1,25 @@
 """Parts made under a real Ray by workers that die, raise, do not start or find the disk full; and by many of them."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
+import ray
 
+from components import cluster_room
+from components.cluster_room import Started
 from components.data.part_map import make_parts
 from components.data.part_worker import PartTask
 from components.data.parts import QUARANTINE, conclude, part_names
 from components.data.pieces import PIECES
 from components.data.progress import WorkersFailed
+from components.section import ConfigError
 from components.storage import Location
 from tests.components.data.counting import (
     HELPERS,
+    OUTAGE,
+    OUTAGES,
     FullDiskWorker,
     LockingWorker,
     NoStartWorker,
@@ -21,6 +28,7 @@ from tests.components.data.counting import (
     times_made,
 )
 from tests.conftest import is_running
+from tests.peak import forget_peak, peak_bytes
 
 STALL_TIMEOUT_S = 5.0
 
@@ -37,8 +45,8 @@ def tasks(num_parts: int) -> list[PartTask]:
 
 
 def test_only_the_row_that_ends_its_workers_is_lost(output):
-    """24 rows in three parts; 15 ends the process of every worker, 20 raises in it."""
-    make_parts(counting_job(output, 8, {15}, {20}, max_attempts=1), tasks(3))
+    """24 rows in three parts; 15 ends the process of every worker, 20 raises in it, at 3 the storage is away for a while."""
+    make_parts(counting_job(output, 8, {15}, {20}, (), "", 0.0, {3}, max_attempts=1), tasks(3))
     assert numbers_in(output) == [number for number in range(24) if number not in (15, 20)]
     rows = conclude("counting", output, 1.0).rows
     assert (rows.kept, rows.failed) == (22, {"worker_died": 1, "worker_error": 1})
@@ -47,6 +55,7 @@ def test_only_the_row_that_ends_its_workers_is_lost(output):
     assert details[15] == "the worker's process ended without a word"
     assert "ArithmeticError: 20 is impossible" in details[20]
     assert not [name for name in output.files() if name.startswith(PIECES)]
+    assert len(output.join(OUTAGE).files()) == OUTAGES
     # each death narrows the search: nothing is made once for every try of a deadly row
     assert max(times_made(output).values()) <= 4
 
@@ -83,15 +92,37 @@ def test_a_full_disk_ends_the_job_and_keeps_what_is_done(output):
     assert [times_made(output)[number] for number in range(8)] == [1] * 8
 
 
+def test_a_cluster_that_is_too_small_is_refused_before_anything_starts(output):
+    with pytest.raises(ConfigError, match=r"resources\.counting: 9 x 1 CPUs do not fit in .* 1 x 8 CPUs"):
+        make_parts(counting_job(output, 4, replicas=9), tasks(2))
+    assert output.files() == []
+
+
+def test_whoever_waits_says_for_what_and_who_has_it(output, caplog, monkeypatch):
+    monkeypatch.setattr(cluster_room, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(cluster_room, "REPEAT_S", 1.0)
+    holder = ray.remote(num_cpus=8)(Started).remote()
+    assert not ray.get(holder.is_set.remote())
+    with ThreadPoolExecutor(1) as pool, caplog.at_level("WARNING", logger="aerie"):
+        done = pool.submit(make_parts, counting_job(output, 4), tasks(2))
+        deadline_s = time.monotonic() + 60
+        while not (lines := [line for line in caplog.messages if "Started" in line]) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        ray.kill(holder)
+        done.result()
+    assert "counting: nothing has started yet: needs 2 x 1 CPUs; free: 0 of 8 CPUs; held: Started (8 CPUs)" in lines
+    assert numbers_in(output) == list(range(8))
+
+
 def test_the_driver_holds_no_rows(output):
-    """40,000 rows of 4 KB pass by the driver, which may not grow by a tenth of them."""
+    """40,000 rows of 4 KB pass by the driver, which may at no time hold a tenth of them."""
     rows_per_part, num_parts, text = 200, 200, "x" * 4096
     make_parts(counting_job(output.join("warm"), 1), tasks(2))
-    process = psutil.Process()
-    before = process.memory_info().rss
+    forget_peak()
+    before = peak_bytes()
     make_parts(counting_job(output, rows_per_part, (), (), (), text), tasks(num_parts))
     outcome = conclude("counting", output, 0.0)
-    grown = process.memory_info().rss - before
+    grown = peak_bytes() - before
     written = sum(output.join(name).size_bytes() for name in part_names(output))
     assert outcome.rows.kept == rows_per_part * num_parts
     assert written > 150e6

@@ -19,7 +19,7 @@ def test_whatever_is_done_starts_the_count_anew():
 
 def test_a_worker_that_never_worked_is_not_started_again():
     progress = Progress(10)
-    progress.fail("start", "no such model")
+    progress.fail("start", "no such model", "a")
     assert progress.stopped() == ("start", "no such model")
     assert not progress.begin()
 
@@ -29,22 +29,45 @@ def test_a_start_may_fail_after_an_engine_died():
     progress = Progress(10)
     progress.add({"rows": 1})
     for _ in range(MAX_FAILED_STARTS - 1):
-        progress.fail("start", "not enough memory")
+        progress.fail("start", "not enough memory", "a")
         assert progress.begin()
-    progress.fail("start", "not enough memory")
+    progress.fail("start", "not enough memory", "a")
     assert not progress.begin()
 
 
 def test_full_storage_stops_the_job_whatever_was_done():
     progress = Progress(10)
     progress.add({"rows": 5})
-    progress.fail("storage", "No space left on device")
-    assert progress.stopped().failure == "storage"
+    progress.fail("full", "No space left on device", "a")
+    assert progress.stopped().failure == "full"
+
+
+def test_a_storage_that_is_away_stops_the_job_only_when_it_stays_away():
+    progress = Progress(3)
+    for _ in range(3):
+        assert progress.begin()
+        progress.fail("storage", "no answer", "a")
+    assert not progress.begin()
+    assert progress.stopped() == ("storage", "no answer")
+    others = Progress(3)
+    for _ in range(9):
+        assert others.begin()
+        others.fail("storage", "no answer", "a")
+        others.add({})
+
+
+def test_processes_that_did_not_end_by_their_rows_are_excused():
+    progress = Progress(10)
+    for failure in ("rows", "start", "full", "storage", "driver"):
+        progress.fail(failure, "", f"of {failure}")
+    assert [progress.is_excused(f"of {failure}") for failure in ("rows", "start", "full", "storage", "driver")] == [
+        False, False, True, True, True,
+    ]  # fmt: skip
 
 
 def test_failing_rows_alone_stop_nothing():
     progress = Progress(10)
-    progress.fail("rows", "CUDA error")
+    progress.fail("rows", "CUDA error", "a")
     assert progress.begin()
     assert progress.last_words() == "CUDA error"
 

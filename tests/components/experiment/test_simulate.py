@@ -10,36 +10,40 @@ from typer.testing import CliRunner
 from components.config import ExperimentConfig
 from components.experiment import rehearse
 from components.experiment.rehearse import Case, Kind
+from components.experiment.sequential import SequentialDifference
 from components.experiment.simulate import app, simulate
 from components.experiment.traffic import SCENARIOS, Synthetic, make_sessions, read_pool, treat
 from components.section import ConfigError
 
 POLICY = ExperimentConfig()
-N = 200
+STEADY = SCENARIOS[0]
 
 
-STEADY, *OTHERS = SCENARIOS
+def can_err(alpha, n):
+    """The most of `n` experiments, each of which errs with the chance `alpha`, that err with a chance of 1% or more."""
+    return binom.ppf(0.99, n, alpha)
 
 
-def can_err(alpha):
-    """Wrong promotions of `N` experiments that come with a chance of 1% where each has the chance `alpha`."""
-    return binom.ppf(0.99, N, alpha) / N
-
-
-def test_5_percent_more_al_is_found_within_2000_requests_and_alike_arms_are_promoted_at_most_alpha():
-    """The shares that the README states, by everything that decides: a method that errs twice as often, or finds a tenth less, fails."""
-    gain, alike = (
-        simulate(Case(STEADY, kind, 0.05, 2000), Synthetic(), POLICY, N, 0) for kind in (Kind.GAIN, Kind.SAME)
-    )
+def test_5_percent_more_al_is_found_within_2000_requests():
+    """By everything that decides; 93% in the README's simulation."""
+    gain = simulate(Case(STEADY, Kind.GAIN, 0.05, 2000), Synthetic(), POLICY, 100, 0)
     assert gain.promoted >= 0.85
-    assert gain.stopped_by_guardrail <= 0.01
-    assert alike.promoted <= can_err(POLICY.alpha)
-    assert alike.promoted_low <= alike.promoted <= alike.promoted_high
+    assert gain.promoted_low <= gain.promoted <= gain.promoted_high
+    assert gain.stopped_for_harm == 0
 
 
-@pytest.mark.parametrize("scenario", OTHERS, ids=lambda scenario: scenario.name)
-def test_alike_arms_are_promoted_at_most_alpha_whatever_the_traffic(scenario):
-    assert simulate(Case(scenario, Kind.SAME, 0.0, 500), Synthetic(), POLICY, N, 0).promoted <= can_err(POLICY.alpha)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_alike_arms_are_promoted_at_most_alpha(scenario):
+    """Of 300 experiments; one that errs at 10% instead of 5% fails with a chance of 90%."""
+    row = simulate(Case(scenario, Kind.SAME, 0.0, 400), Synthetic(), POLICY, 300, 0)
+    assert row.promoted * 300 <= can_err(POLICY.alpha, 300)
+
+
+def test_looks_without_a_boundary_for_all_of_them_promote_alike_arms_too_often(monkeypatch):
+    """What the test above would find: a fixed 95% interval, looked at again and again."""
+    monkeypatch.setattr(SequentialDifference, "bounds", lambda watched, last: watched.difference.final(0.05))
+    row = simulate(Case(STEADY, Kind.SAME, 0.0, 400), Synthetic(), POLICY, 100, 0)
+    assert row.promoted * 100 > can_err(POLICY.alpha, 100)
 
 
 def test_a_loss_is_stopped():
@@ -48,14 +52,15 @@ def test_a_loss_is_stopped():
     assert loss.median_requests < 600  # as harm, or as futile before that is beyond doubt
 
 
-def test_a_challenger_that_is_better_and_slow_or_failing_is_stopped_by_a_guardrail(monkeypatch):
+def test_a_slow_challenger_is_stopped_by_a_guardrail(monkeypatch):
+    """1.6 times the rounds, and the time."""
     monkeypatch.setattr(rehearse, "_treat", lambda rng, sessions, case: sessions.rounds * 1.6)
     slow = simulate(Case(STEADY, Kind.GAIN, 0.0, 600), Synthetic(), POLICY, 50, 0)
     assert slow.stopped_by_guardrail > 0.5
 
 
 def test_the_same_seed_gives_the_same_row():
-    case = Case(SCENARIOS[1], Kind.GAIN, 0.05, 300)
+    case = Case(SCENARIOS[1], Kind.GAIN, 0.05, 100)
     rows = [simulate(case, Synthetic(), POLICY, 10, seed) for seed in (3, 3, 4)]
     assert rows[0] == rows[1] != rows[2]
 
@@ -95,12 +100,23 @@ def records(tmp_path):
 
 def test_the_command_draws_from_records_and_writes_what_it_shows(records, tmp_path):
     out = tmp_path / "rows.json"
-    arguments = ["--records", str(records), "--replications", "5", "--requests", "150", "--json", str(out)]
+    arguments = [
+        "--records",
+        str(records),
+        "--replications",
+        "5",
+        "--requests",
+        "150",
+        "--traffic",
+        "steady",
+        "--json",
+        str(out),
+    ]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())["rows"]
     assert {row["kind"] for row in rows} == {"A/A", "shifted", "gain"}
-    assert len(rows) == 3 * len(SCENARIOS)
+    assert len(rows) == 3
     assert "promoted" in result.output
 
 
@@ -115,3 +131,4 @@ def test_too_few_records_are_refused(records):
     with pytest.raises(ConfigError, match="0 requests with speculation"):
         read_pool([records], "nobody")
     assert CliRunner().invoke(app, ["--records", "missing.jsonl"]).exit_code == 2
+    assert CliRunner().invoke(app, ["--traffic", "none such"]).exit_code == 2

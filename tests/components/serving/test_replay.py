@@ -60,9 +60,11 @@ def test_no_prompts_are_no_traffic():
 
 
 def test_the_request_samples_as_serving_does_and_streams_tell_their_usage():
-    settings = Settings.model_validate({"data": {"temperature": 0.7, "top_p": 0.9}, "ab": {"max_new_tokens": 9}})
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    settings = Settings.model_validate({"data": sampling, "ab": {"max_new_tokens": 9}})
     request = request_body(session(stream=True, tools=[{"type": "function"}]), [], settings)
-    assert (request["temperature"], request["top_p"], request["max_tokens"]) == (0.7, 0.9, 9)
+    assert {name: request[name] for name in sampling} == sampling
+    assert request["max_tokens"] == 9
     assert request["stream_options"] == {"include_usage": True}
     assert request["tool_choice"] == "none"
 

@@ -8,6 +8,7 @@ import ray
 import torch
 from safetensors.torch import load_file, save, save_file
 
+from components.cluster_room import check_room, stage_needs
 from components.config import Settings
 from components.data.capturing import CaptureWorker
 from components.data.extractors.interface import ExtractorSpec, extractor_spec
@@ -25,7 +26,6 @@ from components.training.sources import (
     DocumentSource,
     StoredDocuments,
     StreamedDocuments,
-    check_room,
     open_stream,
     unusable_documents,
 )
@@ -254,6 +254,6 @@ def test_unusable_documents_are_set_apart_and_named(
 
 
 def test_capture_and_training_must_fit_side_by_side(ray_cluster) -> None:
-    resources = settings_for("stream", features={"replicas": 8}, train={"replicas": 1}).resources
+    settings = settings_for("stream", features={"replicas": 8}, train={"replicas": 1})
     with pytest.raises(ConfigError, match=r"data\.mode: stream needs 9 CPUs .* the cluster has 8"):
-        check_room(resources.features, resources.train)
+        check_room(stage_needs("head", settings))

@@ -43,3 +43,11 @@ def test_plan_says_what_further_epochs_capture_again() -> None:
     assert "10,000 tokens captured, 4,000 again in every further epoch" in cached.plan({"features": features})
     assert "every further epoch captures all but 0.3 GB again" in cached.plan({})
     assert "captur" not in stage(head_stage).plan({"features": features})
+
+
+def test_plan_says_what_documents_take_in_a_workers_memory() -> None:
+    features = Artifact("features", Location("/nowhere"), "", {"facts": FACTS})
+    sizes = ["train.documents_per_step=60", "resources.train.replicas=3", "target.max_model_len=1000"]
+    for mode, most in (("store", "3.0 GB"), ("stream", "2.0 GB")):  # 20 documents and their batch, and 1 GB that stay
+        plan = stage(head_stage, f"data.mode={mode}", *sizes).plan({"features": features})
+        assert f"at most {most} of documents in a worker's memory" in plan

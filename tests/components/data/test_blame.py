@@ -1,0 +1,90 @@
+"""Errors that rows cannot be behind, told from those that they may be."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from components import s3
+from components.data.answering import SCHEMA as RESPONSES
+from components.data.blame import Unheard, innocent_cause
+from components.data.part_worker import PartTask, Piece
+from components.data.parts import PartAccount, part_writer, read_columns
+from components.data.shards import write_shard
+from components.storage import Location
+from tests.components.data.counting import CountingWorker
+from tests.conftest import free_port, s3_environment
+
+
+def caused_by(work: Callable[[], object]) -> str | None:
+    try:
+        work()
+    except Exception as error:
+        return innocent_cause(error)
+    pytest.fail("nothing was raised")
+
+
+def write_part(part: Location) -> None:
+    with part_writer(part, RESPONSES, PartAccount()) as writer:
+        writer.write_table(pa.Table.from_pylist([], schema=RESPONSES))
+
+
+def test_a_folder_that_cannot_be_used_is_the_storages_doing(tmp_path: Path) -> None:
+    file = Location(str(tmp_path / "file"))
+    file.write_bytes(b"")
+    for work in (
+        lambda: file.join("below").write_bytes(b""),
+        lambda: file.join("below").read_bytes(),
+        lambda: read_columns(file.join("below"), None),
+        lambda: write_part(file.join("below")),
+        lambda: write_shard(file.join("below"), [], PartAccount()),
+    ):
+        assert caused_by(work) == "storage"
+
+
+@pytest.fixture
+def silent_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
+    """Where nobody listens."""
+    for name, value in s3_environment(f"http://127.0.0.1:{free_port()}").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3.client.cache_clear()
+    yield Location("s3://bucket/part")
+    s3.client.cache_clear()
+
+
+def test_an_s3_that_does_not_answer_is_the_storages_doing(silent_s3: Location) -> None:
+    for work in (silent_s3.read_bytes, lambda: write_part(silent_s3), lambda: read_columns(silent_s3, None)):
+        assert caused_by(work) == "storage"
+
+
+def test_what_an_engine_raises_may_be_the_rows_doing(tmp_path: Path) -> None:
+    """Also while a part is being written, whose writer the error passes."""
+
+    def rows() -> Iterator[dict]:
+        raise BrokenPipeError("a worker of the engine has gone")
+        yield {}
+
+    assert caused_by(lambda: write_shard(Location(str(tmp_path / "part")), rows(), PartAccount())) is None
+    worker = CountingWorker(Location(str(tmp_path)), lambda done: None, 1, (), {0})
+    assert caused_by(lambda: worker.make([Piece(PartTask(0), Location(str(tmp_path / "part")))])) is None
+    assert caused_by(lambda: (tmp_path / "states").read_bytes()) is None
+
+
+def test_causes_are_found_below_what_was_made_of_them() -> None:
+    def full() -> None:
+        try:
+            with open("/dev/full", "wb", buffering=0) as device:
+                device.write(b".")
+        except OSError as error:
+            raise RuntimeError("spilling failed") from error
+
+    def unheard() -> None:
+        try:
+            raise Unheard
+        except Unheard:
+            raise ValueError("in a callback") from None
+
+    assert caused_by(full) == "full"
+    assert caused_by(unheard) == "driver"
