@@ -310,13 +310,13 @@ class WatchConfig(Section):
     sessions: Annotated[int, Field(ge=20)] = 200
     """Sessions of a window, which is tested once."""
     al_drop: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
-    """Alarm when AL is lower than in the experiment by more than this share, beyond doubt."""
+    """Alarm when AL is lower than in the experiment (or, without one, in the first window) by more than this share, beyond doubt."""
     latency_increase: Annotated[float, Field(ge=0.0)] = 0.25
-    """Alarm when the 95th percentile of a request's time is larger by more than this share, beyond doubt."""
+    """Alarm when the 95th percentile of a request's time is larger than in the first window by more than this share, beyond doubt."""
     level: Annotated[float, Field(gt=0.0, le=0.05)] = 0.001
     """Chance that a window of a sound champion gives an alarm."""
     rollback: bool = False
-    """On an alarm give traffic and alias back to the champion before; false: only say so."""
+    """After an experiment's promotion: on an alarm give traffic and alias back to the champion before; false: only say so."""
 
 
 class AbConfig(Section):
@@ -355,7 +355,7 @@ class AbConfig(Section):
     experiment: ExperimentConfig = ExperimentConfig()
     """`pipelines/serve.py --experiment`."""
     watch: WatchConfig = WatchConfig()
-    """`pipelines/serve.py --experiment --watch`: after the promotion."""
+    """`pipelines/serve.py --watch`, also after a promotion by `--experiment`."""
 
 
 class GateConfig(Section):

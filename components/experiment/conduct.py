@@ -13,6 +13,7 @@ from components.experiment.follow import Follower
 from components.experiment.journal import Journal
 from components.experiment.monitor import Arms, Monitor
 from components.experiment.policy import Action, Decision, Findings, decide
+from components.experiment.sessions import complete_until
 from components.storage import Location
 
 log = logging.getLogger("aerie")
@@ -39,21 +40,23 @@ def conduct(
         journal: Of this experiment; its records are read from its beginning, so nothing is lost by an interruption.
         arms: Names in the records.
         records: Folder of the live records.
-        health: The weights and their epoch, and since when a request runs.
+        health: The weights and their epoch.
         show: Called at every look.
-        heads: See `Follower`.
+        heads: {arm: its head}, so that no other head's traffic counts under the arm's name; None: whatever the arms' heads.
     """
     policy = journal.policy
     monitor = Monitor(arms, journal.shares, policy)
     follower = Follower(records, journal.plan.started_at, heads)
     while True:
-        asked_at = time.time()
-        said = health()  # before the records: all that began before the oldest running request are then there
+        asked_at, said = (
+            time.time(),
+            health(),
+        )  # before the records are read: of what it no longer counts as running none is missing
         with _outages_logged():
             note_weights(journal, arms, said)
         monitor.add(follower.new())
-        if said is not None:
-            monitor.wait_until(said.get("oldest_running_at") or asked_at)
+        oldest_running_at = 0.0 if said is None else said.get("oldest_running_at")
+        monitor.wait_until(complete_until(oldest_running_at, asked_at, policy))
         findings = monitor.findings()
         decision = hold_back(decide(findings, arms.control, policy), arms, said)
         show(findings, decision)

@@ -20,6 +20,7 @@ from components.experiment.watch import Alarm
 from components.lease import LeaseHeld
 from components.publishing import registry
 from components.publishing.promotion import ChampionChanged, promote, rollback
+from components.serving.deploy import RoutingChanged
 from components.serving.stages import CHALLENGER, CHAMPION
 
 log = logging.getLogger("aerie")
@@ -60,7 +61,16 @@ def _move(action: Action, journal: Journal, pair: Pair, heads: registry.Registry
     plan = journal.plan
     if action == Action.PROMOTE:
         both = (CHALLENGER, CHAMPION)
-        promote(heads, plan.challenger_version, plan.champion_version, lambda: pair.give_all(CHALLENGER, both))
+        promote(
+            heads,
+            plan.challenger_version,
+            plan.champion_version,
+            lambda: pair.give_all(CHALLENGER, needed=both),  # until the alias moves, a kill switch leaves the champion
+        )
+        try:
+            pair.give_all(CHALLENGER, control=CHALLENGER)
+        except RoutingChanged as error:
+            log.warning("experiment: the challenger is the champion now, but: %s", error)
         return
     try:  # its alias stays where it is: this takes the lease, and sees that nobody promoted another head
         promote(heads, plan.champion_version, plan.champion_version, lambda: pair.give_all(CHAMPION))

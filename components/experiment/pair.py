@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from components.config import Settings
-from components.experiment.conduct import SERVING, arm_state, ask_health, live_weight
+from components.experiment.conduct import SERVING, ask_health
 from components.section import ConfigError
 from components.serving.apps import ServedArm, Service
-from components.serving.deploy import RoutingChanged, deploy
-from components.serving.routing import ArmState
+from components.serving.deploy import RoutingChanged, deploy, served_routing
+from components.serving.routing import RoutedArm, Routing
 from components.serving.stages import CHALLENGER, CHAMPION, registered_arm
 from components.stage import Artifact
 from components.storage import Location
@@ -52,12 +52,12 @@ class Pair:
 
     def begin(self, goes_on: bool) -> None:
         """Serves both: as they are where an interrupted experiment goes on and they still serve, else by `ab.challenger_weight`."""
-        health, share = ask_health(self.address), self.settings.ab.challenger_weight
-        told = self._told(health)
+        routing, share = served_routing(), self.settings.ab.challenger_weight
+        told = self._told(routing)
         if goes_on and len(told) == len(self.heads):
-            self._deploy([self._as_told(name, told) for name in (CHAMPION, CHALLENGER)], health)
+            self._deploy([self._as_told(name, told) for name in (CHAMPION, CHALLENGER)], routing)
         else:
-            self._deploy([self._arm(CHAMPION, 1 - share), self._arm(CHALLENGER, share)], health)
+            self._deploy([self._arm(CHAMPION, 1 - share), self._arm(CHALLENGER, share)], routing)
 
     def look(self) -> Mapping[str, Any] | None:
         """What the endpoint says of itself; None while it does not answer.
@@ -66,58 +66,55 @@ class Pair:
             RoutingChanged: it serves other heads by now: what its traffic says is no part of the experiment.
         """
         health = ask_health(self.address)
-        if health is not None and len(self._told(health)) < len(self.heads):
-            raise self._moved(health)
+        if health is not None:
+            served = {name: told["head"] for name, told in health["arms"].items()}
+            if not self.heads.items() <= served.items():
+                raise self._moved(served)
         return health
 
-    def give_all(self, winner: str, needed: Sequence[str] = ()) -> None:
+    def give_all(self, winner: str, control: str = CHAMPION, needed: Sequence[str] = ()) -> None:
         """All traffic to one arm; the other one stays up without any, in the state that an operator gave it. May be repeated.
 
         Args:
             winner: Its name.
-            needed: Arms that must be seen serving.
+            control: The arm that a kill switch leaves.
+            needed: Arms that must be up and serving.
 
         Raises:
             RoutingChanged: an operator took the winner (or one that is needed) out, or somebody else's head is served; all stays as it is.
-            ConnectionError: one is needed and the endpoint does not answer.
         """
-        health = ask_health(self.address)
-        if health is None and needed:
-            raise ConnectionError(f"the endpoint at {self.address} does not answer")
-        if health is not None:
-            served = {told["head"] for name, told in health["arms"].items() if live_weight(health, name) > 0}
-            if served - set(self.heads.values()):
-                raise self._moved(health)
-        told = self._told(health)
-        missing = [name for name in needed if name not in told]
-        out = [name for name in (winner, *needed) if health and name in told and arm_state(health, name) != SERVING]
-        if missing or out:
-            name = (missing or out)[0]
-            raise RoutingChanged(
-                f"{name} is {told[name]['state'] if out else 'not served'} at {self.address}: nothing is moved. "
-                "Set it serving (POST /admin/arms), then repeat the command"
-            )
-        losers = [replace(self._as_told(name, told), weight=0.0) for name in told if name != winner]
-        self._deploy([self._arm(winner, 1.0), *losers], health)  # the first one is what a kill switch leaves
+        routing = served_routing()
+        if routing is not None:
+            taking = {routing.arms[name].head for name, weight in routing.weights.items() if weight > 0}
+            if taking - set(self.heads.values()):
+                raise self._moved({name: arm.head for name, arm in routing.arms.items()})
+        told = self._told(routing)
+        states = {name: told[name].state.value if name in told else "not served" for name in self.heads}
+        wanted = {winner, *needed} if needed else {winner} & told.keys()
+        out = [f"{name} is {states[name]}" for name in sorted(wanted) if states[name] != SERVING]
+        if out:
+            problem = f"{', '.join(out)} at {self.address}: nothing is moved"
+            raise RoutingChanged(f"{problem}. Set it serving (POST /admin/arms/NAME), then repeat the command")
+        arms = [replace(self._as_told(name, told), weight=0.0) for name in told if name != winner]
+        self._deploy(sorted([self._arm(winner, 1.0), *arms], key=lambda arm: arm.name != control), routing)
 
-    def _told(self, health: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-        """What the endpoint says of our arms, where they have our heads."""
-        arms = {} if health is None else health["arms"]
-        return {name: arms[name] for name, head in self.heads.items() if arms.get(name, {}).get("head") == head}
+    def _told(self, routing: Routing | None) -> dict[str, RoutedArm]:
+        """What the router is told of our arms, where they have our heads."""
+        arms = {} if routing is None else routing.arms
+        return {name: arms[name] for name, head in self.heads.items() if name in arms and arms[name].head == head}
 
-    def _moved(self, health: Mapping[str, Any]) -> RoutingChanged:
-        served = ", ".join(f"{name} {told['head']}" for name, told in health["arms"].items())
-        wanted = ", ".join(f"{name} {head}" for name, head in self.heads.items())
+    def _moved(self, served: Mapping[str, str]) -> RoutingChanged:
+        found, wanted = (", ".join(f"{name} {head}" for name, head in heads.items()) for heads in (served, self.heads))
         return RoutingChanged(
-            f"{self.address} serves {served}, and not the experiment's heads ({wanted}): somebody moved it, and it stays"
+            f"{self.address} serves {found}, and not the experiment's heads ({wanted}): somebody moved it, and it stays"
         )
 
     def _arm(self, name: str, weight: float) -> ServedArm:
         return registered_arm(name, self.artifacts[name], weight)
 
-    def _as_told(self, name: str, told: Mapping[str, Mapping[str, Any]]) -> ServedArm:
-        return replace(self._arm(name, float(told[name]["weight"])), state=ArmState(told[name]["state"]))
+    def _as_told(self, name: str, told: Mapping[str, RoutedArm]) -> ServedArm:
+        return replace(self._arm(name, told[name].weight), state=told[name].state)
 
-    def _deploy(self, arms: Sequence[ServedArm], health: Mapping[str, Any] | None) -> None:
+    def _deploy(self, arms: Sequence[ServedArm], seen: Routing | None) -> None:
         service = Service(self.settings, target_path(self.artifacts["target"]), arms, self.records)
-        deploy(service, self.allow_gap, None if health is None else health["weight_epoch"])
+        deploy(service, self.allow_gap, None if seen is None else seen.weight_epoch)

@@ -31,6 +31,7 @@ from components.publishing.run_log import mlflow_errors
 from components.publishing.stages import registry_of
 from components.publishing.versions import check_verdict, find
 from components.section import ConfigError
+from components.serving.deploy import served_routing
 from components.serving.records import live_records
 from components.serving.stages import CHALLENGER, CHAMPION
 from components.stage import Artifact
@@ -97,7 +98,7 @@ def decide(journal: Journal | None, plan: Plan, pair: Pair, storage: Location) -
         journal = open_journal(
             storage, replace(plan, started_at=time.time())
         )  # what came while engines started is no part of it
-    elif journal.decided() is None:
+    elif journal.decided() is None or (journal.decided() == Action.PROMOTE and served_routing() is None):
         pair.begin(goes_on=True)
     if journal.decided() is None:
         log.info("experiment: %s/v1 serves both heads; interrupt and repeat the command at will", pair.address)

@@ -16,8 +16,9 @@ def findings_table(findings: Findings, decision: Decision, arms: Arms, max_reque
     title = f"{arms.challenger} against {arms.control}: {decision.action}, {findings.requests}/{max_requests} requests"
     table = _table(title, findings.al, decision.reasons)
     if findings.left_out:
-        left_out = f"{findings.left_out} requests left out: dealt by weights that nobody noted, or without a choice"
-        table.caption = left_out
+        table.caption = (
+            f"{findings.left_out} requests left out: dealt by weights that nobody noted, or without a choice"
+        )
     return table
 
 

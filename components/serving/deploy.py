@@ -105,10 +105,16 @@ def _listed_routing(client: ServeSubmissionClient) -> Routing | None:
     return routing_of(listed(client).get(ROUTER))
 
 
+def served_routing() -> Routing | None:
+    """How this cluster's endpoint deals its traffic; None where no endpoint of this project is up."""
+    routing = routing_now(connect().get_serve_details()["applications"])
+    return routing if routing is not None and routing.arms else None
+
+
 def routed_model() -> str | None:
     """The model behind the endpoint of this cluster; None where no endpoint of this project is up."""
-    routing = routing_now(connect().get_serve_details()["applications"])
-    return routing.model if routing is not None and routing.arms else None
+    routing = served_routing()
+    return None if routing is None else routing.model
 
 
 def teardown() -> None:

@@ -13,7 +13,7 @@ from components.config import Settings
 from components.experiment.journal import FOLDER, LEASE, Journal, open_journal
 from components.experiment.outcome import act, roll_back
 from components.experiment.pair import Pair, check_pair
-from components.experiment.policy import Action
+from components.experiment.policy import Action, Decision
 from components.experiment.run import make_plan, opponent, run_experiment
 from components.experiment.watch import Alarm
 from components.lease import Lease, LeaseHeld
@@ -34,6 +34,7 @@ from tests.components.experiment.pairs import (
     make_settings,
     register_pair,
 )
+from tests.components.serving.local import routing_to
 from tests.components.serving.serve_table import ServeTable, serve_table
 from tests.conftest import free_port
 from tests.relay import Relay, relay_to
@@ -189,6 +190,16 @@ def test_a_kill_switch_before_a_promotion_and_in_the_middle_of_it_stays(
     assert (serve.routing.arms[CHALLENGER].state, champion(heads)) == (ArmState.KILLED, 1)
     act(Action.STOP_FUTILE, journal, pair, heads)
     assert serve.routing.weights == {CHAMPION: 1.0}, "and a stop does not undo it"
+
+
+def test_a_promotion_that_was_decided_before_the_cluster_went_is_done_on_a_new_one(
+    serve: ServeTable, storage: Location, settings: Settings, heads: Registry, pair: Pair, journal: Journal
+) -> None:
+    journal.decide(Decision(Action.PROMOTE, ()), {"requests": 400, "sessions": {}, "al": {}})
+    serve.applications = {}
+    serve.router.configure(routing_to("none"))
+    assert run_experiment(settings, storage, make_artifacts()) == Action.PROMOTE
+    assert (champion(heads), serve.routing.weights) == (2, TO_CHALLENGER)
 
 
 def test_an_mlflow_that_is_away_delays_a_promotion_and_a_rollback_but_no_stop(
