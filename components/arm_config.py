@@ -45,7 +45,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "max_t
 REFUSED_KEYS = {
     "tensor_parallel_size": "write draft_tensor_parallel_size, which is 1 or the target's",
     "pipeline_parallel_size": "remove it: what drafts runs on one pipeline stage",
-    **dict.fromkeys(SAMPLING, "remove it: sampling belongs to the request (data.temperature, data.top_p)"),
+    **dict.fromkeys(SAMPLING, "remove it: sampling belongs to the request (data.temperature, data.top_p ...)"),
 }
 """Keys that a speculative config never takes, and what to do instead."""
 METHOD_HINTS = {
@@ -118,30 +118,6 @@ class ArmConfig(Section):
         fields = type(self).model_fields
         values = {name: getattr(self, name) for name in fields if name not in ("method", "model")}
         return {name: value for name, value in values.items() if value != fields[name].default}
-
-
-def engine_problems(engines: Mapping[str, Mapping[str, Any]], arms: Mapping[str, ArmConfig]) -> Iterator[str]:
-    """`problem: fix` lines of engine arguments that the new head (a P-EAGLE head) or another arm cannot run with.
-
-    Args:
-        engines: `resources.<stage>.engine` by stage.
-        arms: `evaluate.baselines`.
-    """
-    for stage, engine in engines.items():
-        place, width = f"resources.{stage}.engine", engine.get("tensor_parallel_size", 1)
-        if engine.get("pipeline_parallel_size", 1) != 1:
-            yield f"{place}.pipeline_parallel_size and P-EAGLE do not go together: use tensor_parallel_size"
-        if "speculative_config" in engine:
-            yield (
-                f"{place}.speculative_config would make every arm speculate, plain decoding too: "
-                "name an arm in evaluate.baselines"
-            )
-        for name, arm in arms.items():
-            if arm.draft_tensor_parallel_size not in (None, 1, width):
-                yield (
-                    f"evaluate.baselines.{name}.draft_tensor_parallel_size is neither 1 nor the target's {width} "
-                    f"({place}.tensor_parallel_size): set one of the two"
-                )
 
 
 def sampler_problems(arms: Mapping[str, ArmConfig], on_gpu: bool) -> Iterator[str]:

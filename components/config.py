@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
-from components.arm_config import ArmConfig, engine_problems, sampler_problems
+from components.arm_config import ArmConfig, sampler_problems
+from components.engine_arguments import engine_problems
 from components.section import Count, Section, Share
 from components.speed_config import SpeedConfig
 
@@ -78,6 +79,10 @@ def _as_written(sources: list[PromptSource]) -> Any:
 PromptSources = Annotated[list[PromptSource], BeforeValidator(_as_list), PlainSerializer(_as_written, return_type=Any)]
 
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings of `data` that say how answers are sampled: those of the training answers, and of the A/B traffic."""
+
+
 class StreamConfig(Section):
     documents_in_flight: Annotated[int, Field(ge=2)] = 32
     """Documents that one training worker has asked for and not used yet, at most: bounds the memory, and hides the capture's delay."""
@@ -106,10 +111,16 @@ class DataConfig(Section):
     """Longest answer, in tokens."""
     truncation: Literal["keep", "drop"] = "keep"
     """An answer cut off at `max_new_tokens`: keep it (counted as truncated), or drop it and the turns after it (counted as cut_off)."""
-    temperature: Annotated[float, Field(ge=0.0)] = 0.0
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
     """Sampling temperature of the answers: use the one that serving uses."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus of the answers' sampling."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Most likely tokens that an answer's are drawn from; 0: all."""
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Least probability of a drawn token, as a share of the most likely one's."""
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+    """Above 1, tokens that the prompt or the answer has already are less likely, in greedy answers too."""
     seed: int = 0
     """Of the cap's draw and of sampled answers."""
     max_dropped_fraction: Share = 0.1
@@ -132,6 +143,11 @@ class DataConfig(Section):
     """Rows of one file; how work is cut, not what comes out."""
     batch_tokens: Count = 1024
     """Tokens of one forward pass of the target during capture; packed documents pay attention for all of them."""
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """How answers are sampled, by the names that vLLM and its HTTP API give these settings."""
+        return {name: getattr(self, name) for name in SAMPLING}
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
@@ -271,7 +287,7 @@ class ExperimentConfig(Section):
     min_sessions: Count = 100
     """Sessions of both arms before the first decision on AL."""
     max_requests: Count = 2000
-    """Requests of both arms after which the experiment ends, undecided or not."""
+    """Requests of both arms that count, after which the experiment ends, undecided or not."""
     session_idle_s: Annotated[float, Field(gt=0.0)] = 300.0
     """A session that is silent for this long is over: it counts then, once."""
     session_requests: Count = 20
@@ -284,6 +300,8 @@ class ExperimentConfig(Section):
     """The challenger's 95th percentile of a request's time may be larger by this share."""
     max_tpot_increase: Annotated[float, Field(ge=0.0)] = 0.1
     """The challenger's time per output token may be larger by this share."""
+    min_own_answers: Share = 0.99
+    """Share of the challenger's requests that it must have answered itself: while an arm is ejected, others answer for it."""
     poll_s: Annotated[float, Field(gt=0.0)] = 5.0
     """Seconds between two looks."""
 
@@ -377,7 +395,8 @@ class StageResources(Section):
     replicas: Count = 1
     """Actors or workers of the stage."""
     engine: dict[str, Any] = {}
-    """Further vLLM engine arguments (tensor_parallel_size, gpu_memory_utilization, ...)."""
+    """Further vLLM engine arguments (tensor_parallel_size, gpu_memory_utilization, ...). One that changes what the engine says
+    (quantization, kv_cache_dtype, ...) is part of what the stage's output depends on."""
     env: dict[str, str] = {}
     """Environment variables of the stage's processes."""
 
@@ -400,6 +419,9 @@ class StorageConfig(Section):
     """Folder or s3://bucket/prefix that holds every stage's output; a relative folder starts at the project root."""
     lease_ttl_s: Annotated[float, Field(gt=0.0)] = 60.0
     """A run that gave no sign of life for this long has lost its output to the next one."""
+    refuse_overfull: bool = True
+    """Refuse a run whose plan (`--plan`: answers of full length) does not fit on the disk; false: say so and go on. A disk that then fills
+    up ends the job, and what is done is kept."""
 
 
 class MlflowConfig(Section):
@@ -426,7 +448,7 @@ class Settings(Section):
     def _check(self) -> "Settings":
         if self.data.max_new_tokens >= self.target.max_model_len:
             raise ValueError("data.max_new_tokens must be below target.max_model_len: lower the one or raise the other")
-        engines = {stage: getattr(self.resources, stage).engine for stage in ("evaluate", "ab")}
+        engines = {stage: getattr(self.resources, stage).engine for stage in ResourcesConfig.model_fields}
         for problem in [
             *engine_problems(engines, self.evaluate.baselines),
             *sampler_problems(self.evaluate.baselines, on_gpu=self.resources.evaluate.num_gpus > 0),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from components.config import Settings
 from components.forecast import Stopwatch, free_bytes
-from components.planning import Plan, check_room, make_plan
+from components.planning import NoRoom, Plan, check_room, make_plan
 from components.section import ConfigError
 from components.stage import Artifact, Stage, find_artifact, run_stage
 from components.storage import Location
@@ -84,7 +84,12 @@ class Pipeline:
         """No engine starts for what the disk cannot hold, or for a run that the cluster cannot finish."""
         rest = self._until(selection, start=[s.name for s in self.stages].index(stage.name))
         plan = make_plan(rest, self.artifacts, self.storage, selection.forced)
-        plan.check_disk()
+        try:
+            plan.check_disk()
+        except NoRoom as error:
+            if self.settings.storage.refuse_overfull:
+                raise
+            log.warning("%s; going on, as storage.refuse_overfull is false", error.problem)
         self.before_first_run([planned.name for planned in plan.stages if planned.state != "done"])
 
     def _check(self, selection: Selection) -> None:

@@ -90,14 +90,18 @@ def make_plan(
     return Plan(planned, storage, free_bytes(storage))
 
 
+class NoRoom(ConfigError):
+    """The disk has less than a run is expected to write."""
+
+
 def check_room(storage: Location, needed_bytes: int, available_bytes: int | None) -> None:
-    """Raises ConfigError when less is available than needed; None: nobody knows."""
+    """Raises NoRoom when less is available than needed; None: nobody knows."""
     if available_bytes is not None and needed_bytes > available_bytes:
-        raise ConfigError(
+        raise NoRoom(
             "storage.uri",
             f"{storage.uri} has {in_units(available_bytes, 'B')} free, the run writes about {in_units(needed_bytes, 'B')}",
-            "free some disk (`pipelines/data.py --gc` lists outputs that nothing needs), lower data.max_prompts or "
-            "name another place",
+            "free some disk (`pipelines/data.py --gc` lists outputs that nothing needs), lower data.max_prompts, name "
+            "another place, or set storage.refuse_overfull=false if answers are shorter than data.max_new_tokens",
         )
 
 

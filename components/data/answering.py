@@ -163,8 +163,7 @@ class AnswerWorker(PartWorker):
         return SamplingParams(
             output_kind=RequestOutputKind.FINAL_ONLY,
             detokenize=False,
-            temperature=self._config.temperature,
-            top_p=self._config.top_p,
+            **self._config.sampling,
             max_tokens=self._config.max_new_tokens,
             seed=seed if self._config.temperature > 0 else None,
         )

@@ -3,7 +3,8 @@
 Compared are the user turns, without system turns and tool results, word by word (`components.data.similarity`). A prompt
 repeats an evaluation prompt when one of these holds:
 
-- equal: the words of all its user turns, or of its first turn if that has at least five, are those of the other's;
+- equal: the words of all its user turns, or of one of its turns that has at least five, are those of all of the other's turns, or of
+  the other's first turn if that has at least five: what an evaluation asks later ("make it shorter, please") is nobody's own;
 - alike: the Jaccard similarity of their sets of word triples reaches `data.near_similarity`;
 - overlap: of the evaluation prompt's runs of 13 words it has at least half. The runs of 13 words are those of GPT-3's
   check (Brown et al. 2020, appendix C). A run that more than ten evaluation prompts or more than ten training prompts
@@ -20,7 +21,7 @@ from components.data.prompts import Prompt
 from components.data.similarity import SHINGLE_WORDS, NearIndex, grams, words
 
 RUN_WORDS = 13
-LEAST_FIRST_TURN_WORDS = 5
+LEAST_TURN_WORDS = 5
 LEAST_COMMON_SHARE = 0.5
 MOST_PROMPTS_OF_A_RUN = 10
 
@@ -71,7 +72,7 @@ class _EvaluationIndex:
         num_common = np.isin(shingles, self._shingles, assume_unique=True).sum()
         # A share of what is common to both is at most the share of what is common to all; a run holds 11 shingles.
         is_near = num_common >= self._similarity * len(shingles) or num_common > RUN_WORDS - SHINGLE_WORDS
-        return bool(is_near) or any(text in self._whole for text in _comparable(turns))
+        return bool(is_near) or any(text in self._whole for text in _askings(turns))
 
     def common_runs(self, turns: Turns) -> list[int]:
         return [run for run in _runs(turns) if run in self._with_run]
@@ -83,7 +84,7 @@ class _EvaluationIndex:
 
     def find(self, turns: Turns) -> str | None:
         """How these turns repeat an evaluation prompt, in words; None if they do not."""
-        equal = next((self._whole[text] for text in _comparable(turns) if text in self._whole), None)
+        equal = next((self._whole[text] for text in _askings(turns) if text in self._whole), None)
         if equal is not None:
             return f"equal to {self._places[equal]}"
         near: tuple[Any, float] | None = self._near.find(grams(_joined(turns), SHINGLE_WORDS))
@@ -111,11 +112,14 @@ def _joined(turns: Turns) -> list[str]:
 
 
 def _comparable(turns: Turns) -> list[tuple[str, ...]]:
-    """The texts that make two prompts equal; a text without a word equals nothing."""
-    texts = [tuple(_joined(turns))]
-    if len(turns) > 1 and len(turns[0]) >= LEAST_FIRST_TURN_WORDS:
-        texts.append(tuple(turns[0]))
-    return [text for text in texts if text]
+    """The texts of an evaluation prompt that another may equal; a text without a word equals nothing."""
+    return _askings(turns, most_turns=1)
+
+
+def _askings(turns: Turns, most_turns: int | None = None) -> list[tuple[str, ...]]:
+    """All turns together, and each of the first so many that is long enough to be somebody's own."""
+    single = [tuple(turn) for turn in turns[:most_turns] if len(turn) >= LEAST_TURN_WORDS]
+    return [text for text in (tuple(_joined(turns)), *single) if text]
 
 
 def _runs(turns: Turns) -> list[int]:

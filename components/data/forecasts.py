@@ -1,17 +1,17 @@
 """What the data stages are expected to take; every figure that is not known yet is an upper bound or says so in its name."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from components.config import Settings
-from components.data.prompt_list import PROMPTS
-from components.data.prompts import Prompt, read_prompts
+from components.data.asked import Asked
+from components.data.prompts import Prompt, scan_prompts
 from components.forecast import Forecast, target_parameters
 from components.stage import Artifact
 from components.target.aux_layers import ID_AND_MASK_BYTES, bytes_per_token, choose_aux_layers
 from components.target.engine import has_gpu
 from components.target.stages import target_facts
 
-BYTES_PER_PROMPT_TOKEN = 4  # of a line of prompts.jsonl, whose keys and quotes stand for what the chat template adds
 BYTES_PER_LINE = 200  # of it that are not the conversation
 BYTES_PER_RESPONSE_TOKEN = 6  # two lists of int32, keys and the footer
 PARQUET_OVERHEAD = 1.01
@@ -22,21 +22,28 @@ Known = Mapping[str, Artifact]
 Expected = Mapping[str, Forecast]
 
 
+@dataclass(frozen=True)
+class PromptsForecast(Forecast):
+    asked: Asked = field(default_factory=Asked)
+
+
 def forecast_prompts(settings: Settings, known: Known, expected: Expected) -> Forecast:
-    """Rows are the turns to answer; reads the sources, and leaves out what is no conversation and what is over the cap of all."""
-    prompts, _ = read_prompts(settings.data.prompts)
-    share = min(1.0, (settings.data.max_prompts or len(prompts)) / len(prompts))
-    turns = sum(len(prompt.turns()) for prompt in prompts)
-    num_bytes = round(share * sum(map(_line_bytes, prompts)))
-    return Forecast(rows=round(share * turns), tokens=num_bytes // BYTES_PER_PROMPT_TOKEN, bytes=num_bytes)
+    """Rows are the turns to answer; reads the sources row by row, and leaves out what is no conversation and what is over the cap of all."""
+    rows = (row for row in scan_prompts(settings.data.prompts) if isinstance(row, Prompt))
+    asked = Asked.of(rows)
+    asked = asked.scaled(min(1.0, (settings.data.max_prompts or asked.prompts) / max(1, asked.prompts)))
+    num_bytes = asked.text_bytes + asked.prompts * BYTES_PER_LINE
+    return PromptsForecast(rows=asked.turns, tokens=asked.tokens, bytes=num_bytes, asked=asked)
 
 
 def forecast_responses(settings: Settings, known: Known, expected: Expected) -> Forecast:
-    turns, prompt_tokens = _prompts(known, expected)
-    answer_tokens = turns * settings.data.max_new_tokens
-    operations = 2 * target_parameters(target_facts(settings, known)) * (answer_tokens + prompt_tokens)
+    """Every turn is asked with the turns before it, and with their answers."""
+    asked, longest = _asked(known, expected), settings.data.max_new_tokens
+    answer_tokens, prompt_tokens = asked.turns * longest, asked.repeated_tokens + asked.earlier_answers * longest
+    # the cache of an engine spares most of what is asked again: it counts on the disk, not in time
+    operations = 2 * target_parameters(target_facts(settings, known)) * (answer_tokens + asked.tokens)
     return Forecast(
-        rows=turns,
+        rows=asked.turns,
         tokens=answer_tokens,
         bytes=BYTES_PER_RESPONSE_TOKEN * (answer_tokens + prompt_tokens),
         operations=operations,
@@ -46,14 +53,19 @@ def forecast_responses(settings: Settings, known: Known, expected: Expected) -> 
 
 
 def forecast_features(settings: Settings, known: Known, expected: Expected) -> Forecast:
-    """Exact in tokens and bytes once the responses are there; before that, answers of full length are assumed."""
+    """Exact in tokens and bytes once the responses are there; before that, answers of full length are assumed.
+
+    Where the template strips or rewrites earlier answers, a conversation is recorded once for each of its turns.
+    """
     target = target_facts(settings, known)
     if "responses" in known:
         account = known["responses"].manifest["rows"]
         rows, tokens = account["kept"] + account["truncated"], known["responses"].facts["document_tokens"]
     else:
-        rows, prompt_tokens = _prompts(known, expected)
-        tokens = rows * settings.data.max_new_tokens + prompt_tokens
+        asked, longest = _asked(known, expected), settings.data.max_new_tokens
+        once = asked.tokens + asked.turns * longest
+        each = asked.repeated_tokens + (asked.turns + asked.earlier_answers) * longest
+        rows, tokens = asked.turns, once if target.get("turns_continue", True) else each
     aux_layers = choose_aux_layers(settings.draft.aux_layers, target["num_layers"])
     token_bytes, kept = bytes_per_token(len(aux_layers), target["hidden_size"]), _kept_share(settings, known)
     return Forecast(
@@ -70,17 +82,13 @@ def forecast_vocabulary(settings: Settings, known: Known, expected: Expected) ->
     return Forecast(bytes=8 * settings.draft.vocab_size)
 
 
-def _line_bytes(prompt: Prompt) -> int:
-    conversation = len(str(prompt.messages)) + len(str(prompt.tools or ""))
-    return BYTES_PER_LINE + conversation + BYTES_PER_PROMPT_TOKEN * len(prompt.ids or ())
-
-
-def _prompts(known: Known, expected: Expected) -> tuple[int, int]:
-    """(turns, tokens of prompts), from the list of prompts or from what it is expected to be."""
+def _asked(known: Known, expected: Expected) -> Asked:
+    """From the list of prompts, or from what it is expected to be."""
     if "prompts" in known:
-        size_bytes = known["prompts"].manifest["files"][PROMPTS]["bytes"]
-        return known["prompts"].facts["turns"], size_bytes // BYTES_PER_PROMPT_TOKEN
-    return expected["prompts"].rows or 0, expected["prompts"].tokens or 0
+        return Asked(**known["prompts"].facts["asked"])
+    forecast = expected["prompts"]
+    assert isinstance(forecast, PromptsForecast)
+    return forecast.asked
 
 
 def _kept_share(settings: Settings, known: Known) -> float:

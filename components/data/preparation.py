@@ -3,19 +3,24 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from components.config import DataConfig, PromptSource
+from components.config import DataConfig, PromptSource, Settings
+from components.data.asked import Asked
+from components.data.parts import QUARANTINE, write_quarantine
 from components.data.pretokenised import check_vocabulary
+from components.data.prompt_list import PROMPTS, write_prompts
 from components.data.prompts import BadRow, Prompt, read_prompts
 from components.data.reasons import CHOSEN, Reason, RowError
 from components.data.selection import Selection, select_prompts, used_by_source
+from components.data.shapes import published_row
 from components.data.sources import blamed_on
 from components.data.splits import Split
 from components.data.template import renderable
-from components.rows import RowAccount
+from components.rows import RowAccount, check_rows
 from components.section import ConfigError
+from components.storage import Location
 
 log = logging.getLogger("aerie")
 
@@ -52,7 +57,11 @@ class Prepared:
 
 
 def prepare_prompts(
-    data: DataConfig, tokenizer: Any, vocab_size: int, template_kwargs: Mapping[str, Any] | None = None
+    data: DataConfig,
+    tokenizer: Any,
+    vocab_size: int,
+    template_kwargs: Mapping[str, Any] | None = None,
+    measured_with: Mapping[str, Sequence[PromptSource]] | None = None,
 ) -> Prepared:
     """Read the sources, choose the prompts and leave out what the target cannot be asked.
 
@@ -61,19 +70,56 @@ def prepare_prompts(
         tokenizer: The target's, with its chat template.
         vocab_size: Number of the target's token ids.
         template_kwargs: Switches of the chat template, from `target.chat_template_kwargs`.
+        measured_with: By setting, sources of prompts that none for training may repeat.
 
     Raises:
-        ConfigError: at `data.prompts` or `data.benchmarks`: a source that cannot be read or holds no usable row.
+        ConfigError: at `data.prompts` or a setting of `measured_with`: a source that cannot be read or holds no usable row.
     """
     read, bad = read_prompts(data.prompts)
     askable, unknown = _in_vocabulary(read, vocab_size)
     decode: Callable[[list[int]], str] = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
-    chosen = select_prompts(askable, data, _benchmark_prompts(data.benchmarks, vocab_size), decode)
+    benchmarks = [
+        prompt
+        for setting, sources in (measured_with or {}).items()
+        for prompt in _benchmark_prompts(sources, setting, vocab_size)
+    ]
+    chosen = select_prompts(askable, data, benchmarks, decode)
     prompts, unshown = renderable(chosen.prompts, tokenizer, template_kwargs)
     lost = [*bad, *unknown, *chosen.left, *unshown]
     splits = {prompt.key: chosen.splits[prompt.key] for prompt in prompts}
     facts = _facts(prompts, splits, chosen) | {"sources": used_by_source(read, prompts, data)}
     return Prepared(prompts, splits, lost, _account(prompts, lost, chosen.over_cap), facts)
+
+
+def write_prepared(settings: Settings, target_path: str, vocab_size: int, output: Location) -> tuple[RowAccount, dict]:
+    """Prepare the prompts and write their list, and the quarantine of the rows that are not used.
+
+    Raises:
+        ConfigError: as `prepare_prompts`, or nothing is left to train on.
+        TooManyRowsLost: more rows are unusable than `data.max_dropped_fraction` allows.
+    """
+    from components.target.chat import (
+        load_tokenizer,  # seconds to import, and the driver imports this module in every run
+    )
+
+    tokenizer = load_tokenizer(target_path)
+    kwargs = settings.target.chat_template_kwargs
+    prepared = prepare_prompts(settings.data, tokenizer, vocab_size, kwargs, measured_with(settings))
+    write_prompts(output.join(PROMPTS), prepared.prompts, prepared.splits)
+    write_quarantine(output, map(asdict, prepared.lost))
+    quarantine = output.join(QUARANTINE).uri
+    check_rows(without_choices(prepared.rows), settings.data.max_dropped_fraction, "prompts", quarantine)
+    prepared.check(quarantine)
+    return prepared.rows, prepared.facts
+
+
+def measured_with(settings: Settings) -> dict[str, list[PromptSource]]:
+    """Prompts beside the held-out ones that none for training may repeat, by the setting that names them."""
+    answered = {
+        f"evaluate.benchmarks.{name}.path": [PromptSource(path=benchmark.path)]
+        for name, benchmark in settings.evaluate.benchmarks.items()
+    }
+    return {"data.benchmarks": settings.data.benchmarks} | answered
 
 
 def without_choices(rows: RowAccount) -> RowAccount:
@@ -96,14 +142,14 @@ def _in_vocabulary(prompts: Sequence[Prompt], vocab_size: int) -> tuple[list[Pro
     return good, bad
 
 
-def _benchmark_prompts(sources: Sequence[PromptSource], vocab_size: int) -> list[Prompt]:
+def _benchmark_prompts(sources: Sequence[PromptSource], setting: str, vocab_size: int) -> list[Prompt]:
     if not sources:
         return []
-    with blamed_on("data.benchmarks"):
-        prompts, bad = read_prompts(sources)
+    with blamed_on(setting):
+        prompts, bad = read_prompts(sources, published_row)
     good, unknown = _in_vocabulary(prompts, vocab_size)
     for row in [*bad, *unknown]:
-        log.warning("data.benchmarks: %s:%d is not compared with: %s", row.source, row.line, row.reason)
+        log.warning("%s: %s:%d is not compared with: %s", setting, row.source, row.line, row.reason)
     return good
 
 
@@ -118,6 +164,7 @@ def _account(prompts: Sequence[Prompt], lost: Sequence[BadRow], over_cap: int) -
 def _facts(prompts: Sequence[Prompt], splits: dict[str, Split], chosen: Selection) -> dict[str, Any]:
     return {
         "turns": sum(len(prompt.turns()) for prompt in prompts),
+        "asked": asdict(Asked.of(prompts)),
         "splits": dict(sorted(Counter(splits.values()).items())),
         "families": dict(sorted(Counter(prompt.family for prompt in prompts).items())),
         "cut": dict(sorted(Counter(prompt.cut.value for prompt in prompts if prompt.cut).items())),

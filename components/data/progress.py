@@ -6,13 +6,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 log = logging.getLogger("aerie")
+
+T = TypeVar("T")
 
 Failure = Literal["rows", "start", "full", "storage", "driver"]
 """While rows were made, while the worker started, because nothing more can be written, because the storage did not answer, or nobody
@@ -106,6 +108,23 @@ def start_beside_driver(actor: type, *arguments: Any) -> Any:
     """An actor on the driver's own node: the workers of all other nodes should outlive any one of them."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ray.remote(num_cpus=0)(actor).options(scheduling_strategy=here).remote(*arguments)
+
+
+def run_beside_driver(function: Callable[..., T], *arguments: Any) -> T:
+    """What the function returns, called in another process on the driver's own node (it sees the same disk): the driver holds none of
+    what it holds meanwhile. Where Ray is not connected it is called here.
+
+    Raises:
+        Exception: what the function raised.
+    """
+    if not ray.is_initialized():
+        return function(*arguments)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    task = ray.remote(num_cpus=0)(function).options(scheduling_strategy=here, max_retries=0)
+    try:
+        return ray.get(task.remote(*arguments))
+    except RayTaskError as error:
+        raise error.cause from None
 
 
 @contextmanager

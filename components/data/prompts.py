@@ -7,7 +7,7 @@ import hashlib
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,8 +67,14 @@ class BadRow:
     detail: str
 
 
-def read_prompts(sources: Sequence[PromptSource]) -> tuple[list[Prompt], list[BadRow]]:
+def read_prompts(
+    sources: Sequence[PromptSource], reshape: Callable[[Any], Any] = lambda row: row
+) -> tuple[list[Prompt], list[BadRow]]:
     """All prompts of the sources and the rows that are none; rows in = prompts + bad rows.
+
+    Args:
+        sources: Where the rows are.
+        reshape: What a row is taken for, `published_row` for those of benchmarks.
 
     Returns:
         The prompts in the order of their keys, equal ones numbered, and the bad rows in the order of the files.
@@ -78,16 +84,23 @@ def read_prompts(sources: Sequence[PromptSource]) -> tuple[list[Prompt], list[Ba
     """
     prompts: list[Prompt] = []
     bad: list[BadRow] = []
-    for origin, source in enumerate(sources):
-        for row in read_source(source):
-            read = _read_row(row, source, origin)
-            if isinstance(read, Prompt):
-                prompts.append(read)
-            else:
-                bad.append(read)
+    for read in scan_prompts(sources, reshape):
+        if isinstance(read, Prompt):
+            prompts.append(read)
+        else:
+            bad.append(read)
     if not prompts:
         raise _nothing_usable(sources, bad)
     return sorted(_numbered(prompts), key=lambda prompt: prompt.key), bad
+
+
+def scan_prompts(
+    sources: Sequence[PromptSource], reshape: Callable[[Any], Any] = lambda row: row
+) -> Iterator[Prompt | BadRow]:
+    """The rows one by one, in the order of the files; the keys of equal ones are equal."""
+    for origin, source in enumerate(sources):
+        for row in read_source(source):
+            yield _read_row(row, source, origin, reshape)
 
 
 def row_key(
@@ -103,13 +116,14 @@ def row_key(
     return f"{hashlib.sha256(text.encode()).hexdigest()}-{occurrence}"
 
 
-def _read_row(row: SourceRow, source: PromptSource, origin: int) -> Prompt | BadRow:
+def _read_row(row: SourceRow, source: PromptSource, origin: int, reshape: Callable[[Any], Any]) -> Prompt | BadRow:
     raw = row.raw
     try:
         if isinstance(raw.value, RowError):
             raise raw.value
-        given = id_prompt(raw.value)
-        asked = None if given else conversation(raw.value)
+        value = reshape(raw.value)
+        given = id_prompt(value)
+        asked = None if given else conversation(value)
     except RowError as error:
         return BadRow(raw.source, raw.line, error.reason.value, error.detail)
     family = source.family or _family(raw.value, row.family)

@@ -1,6 +1,7 @@
 """Where a row keeps its prompt: messages with known roles and plain text, whichever keys the file uses."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from components.data.reasons import Reason, RowError
@@ -17,6 +18,11 @@ ROLES = {
 """Role names in lower case; a `call` is an assistant turn whose text is the JSON of one tool call."""
 
 
+MBPP_PROMPT = (
+    "You are an expert Python programmer, and here is your task: {text} Your code should pass these tests:\n\n{tests}"
+)
+"""Of the paper (Austin et al. 2021, section 3.1)."""
+
 TEXT_KEYS = ("turns", "messages", "conversations", "conversation", "prompt", "instruction")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Where templates and files keep what an assistant thought; here it is the first."""
@@ -25,6 +31,16 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 def has_text_shape(row: dict[str, Any]) -> bool:
     """Whether `row_messages` knows where this row keeps its prompt."""
     return any(row.get(key) for key in TEXT_KEYS)
+
+
+def published_row(value: Any) -> Any:
+    """A row of a benchmark as its authors publish it, with its prompt where `row_messages` looks for it."""
+    if not isinstance(value, Mapping) or isinstance(value.get("messages"), list):
+        return value
+    if value.get("test_list"):
+        text = value.get("text") or value.get("prompt")
+        return {**value, "prompt": MBPP_PROMPT.format(text=text, tests="\n".join(value["test_list"]))}
+    return {**value, "prompt": value["question"]} if "question" in value and not has_text_shape(dict(value)) else value
 
 
 def row_messages(row: dict[str, Any]) -> list[Message]:

@@ -6,19 +6,18 @@ What only a running stage needs (Ray Data, vLLM, transformers: seconds to import
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from components.config import PromptSource, Settings
 from components.data import forecasts
-from components.data.parts import QUARANTINE, write_quarantine
-from components.data.preparation import prepare_prompts, without_choices
-from components.data.prompt_list import PROMPTS, write_prompts
+from components.data.preparation import measured_with, write_prepared
 from components.data.sources import blamed_on, source_identity
-from components.rows import RowAccount, check_rows
+from components.engine_arguments import matters
+from components.rows import RowAccount
 from components.stage import Artifact, Outcome, Output, Stage
 from components.target.aux_layers import bytes_per_token, choose_aux_layers
+from components.target.engine import engine_identity
 from components.target.stages import target_facts, target_path
 
 log = logging.getLogger("aerie")
@@ -29,20 +28,14 @@ def prompts_stage(settings: Settings) -> Stage:
     data = settings.data
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        from components.target.chat import load_tokenizer
+        from components.data.progress import run_beside_driver
 
-        tokenizer = load_tokenizer(target_path(inputs["target"]))
-        prepared = prepare_prompts(
-            data, tokenizer, inputs["target"].facts["vocab_size"], settings.target.chat_template_kwargs
-        )
-        write_prompts(output.join(PROMPTS), prepared.prompts, prepared.splits)
-        write_quarantine(output.location, map(asdict, prepared.lost))
-        log.info("prompts: %s", prepared.rows.table())
-        _report(output, prepared.rows)
-        quarantine = output.join(QUARANTINE).uri
-        check_rows(without_choices(prepared.rows), data.max_dropped_fraction, "prompts", quarantine)
-        prepared.check(quarantine)
-        return Outcome(prepared.facts, prepared.rows)
+        target = inputs["target"]
+        vocab_size = target.facts["vocab_size"]
+        rows, facts = run_beside_driver(write_prepared, settings, str(target_path(target)), vocab_size, output.location)
+        log.info("prompts: %s", rows.table())
+        _report(output, rows)
+        return Outcome(facts, rows)
 
     return Stage(
         name="prompts",
@@ -57,10 +50,14 @@ def prompts_stage(settings: Settings) -> Stage:
             "seed": data.seed,
         },
         inputs=("target",),
-        version=2,
+        version=3,
         extra=lambda: {
             "sources": _identities(data.prompts, "data.prompts"),
-            "benchmarks": _identities(data.benchmarks, "data.benchmarks"),
+            "benchmarks": [
+                identity
+                for setting, sources in measured_with(settings).items()
+                for identity in _identities(sources, setting)
+            ],
         },
         plan=lambda artifacts: f"prompts of {len(data.prompts)} sources",
         forecast=partial(forecasts.forecast_prompts, settings),
@@ -88,11 +85,9 @@ def responses_stage(settings: Settings) -> Stage:
         config={
             "max_new_tokens": data.max_new_tokens,
             "truncation": data.truncation,
-            "temperature": data.temperature,
-            "top_p": data.top_p,
+            **data.sampling,
             "seed": data.seed,
-            "dtype": settings.target.dtype,
-            "max_model_len": settings.target.max_model_len,
+            **engine_identity(settings, settings.resources.responses),
         },
         inputs=("target", "prompts"),
         plan=lambda artifacts: _plan_responses(settings, artifacts),
@@ -127,6 +122,7 @@ def features_stage(settings: Settings) -> Stage:
             "mode": settings.data.mode,
             "aux_layers": settings.draft.aux_layers,
             "dtype": settings.target.dtype,
+            **extractor_engine(settings),
         },
         inputs=("target", "responses"),
         plan=lambda artifacts: _plan_features(settings, artifacts),
@@ -175,6 +171,12 @@ def _report(output: Output, rows: RowAccount | None) -> None:
 def _plan_responses(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
     resources = settings.resources.responses
     return f"{resources.replicas} vLLM engines, answers of at most {settings.data.max_new_tokens} tokens"
+
+
+def extractor_engine(settings: Settings) -> dict[str, Any]:
+    """Only where an engine records the states, and is told something that they depend on."""
+    added = matters(settings.resources.features.engine) if settings.data.extractor == "vllm" else {}
+    return {"engine": added} if added else {}
 
 
 def _plan_features(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:

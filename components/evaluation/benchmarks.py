@@ -4,7 +4,6 @@ A later turn follows plain decoding's own answer to the turn before it, so that 
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from components.config import BenchmarkConfig, PromptSource
 from components.data.conversation import conversation
 from components.data.prompts import FAMILY_FIELDS, Message, Prompt, row_key
 from components.data.reasons import RowError
-from components.data.shapes import has_text_shape
+from components.data.shapes import published_row
 from components.data.sources import SourceRow, blamed_on, read_source, source_identity
 from components.evaluation.scorers import NEEDS, reference_of
 from components.section import ConfigError
@@ -22,10 +21,6 @@ from components.storage import Location
 
 FOLDER = "benchmarks"
 ROWS = "rows.json"
-MBPP_PROMPT = (
-    "You are an expert Python programmer, and here is your task: {text} Your code should pass these tests:\n\n{tests}"
-)
-"""Of the paper (Austin et al. 2021, section 3.1)."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,7 @@ def _row(row: SourceRow, scorer: str, setting: str, seen: Counter[str]) -> Bench
     try:
         if isinstance(raw.value, RowError):
             raise raw.value
-        value = _with_prompt(raw.value)
+        value = published_row(raw.value)
         asked = conversation(value)
     except RowError as error:
         raise ConfigError(
@@ -106,13 +101,3 @@ def _row(row: SourceRow, scorer: str, setting: str, seen: Counter[str]) -> Bench
     family = next((value[field] for field in FAMILY_FIELDS if isinstance(value.get(field), str)), row.family)
     reference = reference_of(scorer, value, asked.messages[-1]["content"])
     return BenchmarkRow(f"{prompt.content}-{number}", family, prompt.turns(), asked.tools, reference)
-
-
-def _with_prompt(value: Any) -> Any:
-    """A row as the benchmarks' authors publish it, with its prompt where `conversation` looks for it."""
-    if not isinstance(value, Mapping) or isinstance(value.get("messages"), list):
-        return value
-    if value.get("test_list"):
-        text = value.get("text") or value.get("prompt")
-        return {**value, "prompt": MBPP_PROMPT.format(text=text, tests="\n".join(value["test_list"]))}
-    return {**value, "prompt": value["question"]} if "question" in value and not has_text_shape(dict(value)) else value

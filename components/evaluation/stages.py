@@ -31,7 +31,7 @@ from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys
 from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
-from components.target.engine import has_gpu
+from components.target.engine import engine_identity, has_gpu
 from components.target.stages import target_path
 from components.versions import installed_versions
 
@@ -66,7 +66,7 @@ def preflight_stage(settings: Settings) -> Stage:
     return Stage(
         name="preflight",
         run=run,
-        config=engine_identity(settings) | {"num_speculative_tokens": k},
+        config=engine_identity(settings, settings.resources.evaluate) | {"num_speculative_tokens": k},
         inputs=("target", "responses", "head"),
         extra=lambda: platform_identity(settings),
         plan=lambda artifacts: f"one vLLM engine, {PREFLIGHT_PROMPTS} answers of {PREFLIGHT_TOKENS} tokens at K={k}",
@@ -116,7 +116,7 @@ def evaluation_stage(settings: Settings) -> Stage:
     return Stage(
         name="evaluation",
         run=run,
-        config=engine_identity(settings) | {"evaluate": _evaluate_identity(settings)},
+        config=engine_identity(settings, settings.resources.evaluate) | {"evaluate": _evaluate_identity(settings)},
         inputs=("target", "responses", "head", "preflight", "incumbent", "drafts"),
         version=3,
         extra=lambda: platform_identity(settings) | {"benchmarks": _benchmark_identities(settings)},
@@ -175,11 +175,6 @@ def champion_head(incumbent: Artifact) -> HeadIdentity | None:
     if facts["version"] is None:
         return None
     return HeadIdentity(facts["head_digest"], facts["num_speculative_tokens"], incumbent.local(HEAD_FOLDER))
-
-
-def engine_identity(settings: Settings) -> dict[str, Any]:
-    """Settings of every engine that its figures depend on."""
-    return {"dtype": settings.target.dtype, "max_model_len": settings.target.max_model_len}
 
 
 def platform_identity(settings: Settings) -> dict[str, Any]:

@@ -92,6 +92,10 @@ class Difference:
         """sum E[x_i(0)^2]: what planning goes by, because it does not depend on how the arms were dealt."""
         return self.designed[0]
 
+    def variance(self) -> Array:
+        """V(0): what S(0) is measured by where the arms do not differ."""
+        return self._variance_parts(np.zeros(self.sessions.shape))[0]
+
     def early(self, level: float, mixing: Array) -> Bounds:
         """Bounds for a look at any time; `mixing` > 0 is the boundary's scale, fixed before (`mixing_scale`)."""
         return self._bounds(lambda variance: early_quantile(variance, mixing, level), mixing)

@@ -1,7 +1,7 @@
 """What to do after a look: a pure function from findings and policy to a decision with reasons.
 
 In this order: stop for harm when a guardrail's lower bound passes its limit or AL's upper bound is below 0; promote when AL's lower bound is
-above 0, its estimate at least `min_effect`, and nothing speaks against it; stop as futile when AL's upper bound is below `min_effect`, or at
+above 0, its estimate at least `min_effect`, and nothing speaks against it or is missing; stop as futile when AL's upper bound is below `min_effect`, or at
 the planned end; else continue.
 """
 
@@ -34,6 +34,18 @@ class Guardrail:
     excess: Bounds
     """Of the challenger's figure over the control's, after what it may be worse by was taken off where `limit` is 0."""
     limit: float
+    measured: bool
+    """Whether both arms have enough of it; without, it neither stops the challenger nor, if `required`, lets it be promoted."""
+    required: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """At most one of them; none: continue. Arrays of independent experiments, or single values."""
+
+    harm: Array
+    promote: Array
+    futile: Array
 
 
 @dataclass(frozen=True)
@@ -41,15 +53,24 @@ class Findings:
     """Everything known at a look."""
 
     requests: int
+    """That count."""
+    left_out: int
+    """Requests to the arms whose weights nobody noted, or which had no choice."""
     sessions: Mapping[str, int]
     """That are over, by assigned arm."""
+    begun: Mapping[str, int]
+    """Sessions dealt, by assigned arm."""
+    expected: float
+    """Of them to the challenger, by the weights."""
     al: Mapping[str, float | None]
     """By assigned arm, summed first and divided once; None without a round."""
     difference: Bounds
     """Of AL, challenger - control."""
     guardrails: tuple[Guardrail, ...]
     dealt_as_weighted: bool
-    """Whether the sessions' arms agree with the weights."""
+    """Whether the arms of the sessions that began agree with the weights."""
+    own_answers: float | None
+    """Share of the challenger's requests that it answered itself; None without one."""
     last: bool
     """The planned requests have been made."""
 
@@ -75,17 +96,38 @@ def decide(findings: Findings, control: str, policy: ExperimentConfig) -> Decisi
     al = findings.al.get(control)
     length = math.nan if al is None else al
     bounds = findings.difference
-    reasons = (_gain(bounds, length, policy), *map(_guardrail, findings.guardrails), _dealt(findings))
-    if is_harm(bounds) or not all(_guardrail(guardrail).passed for guardrail in findings.guardrails):
+    others = (*map(_guardrail, findings.guardrails), _dealt(findings, control), _own(findings, policy))
+    reasons = (_gain(bounds, length, policy), *others)
+    broken = any(_is_broken(guardrail) for guardrail in findings.guardrails)
+    sound = all(reason.passed for reason in others)
+    verdict = judge(bounds, length, np.asarray(broken), np.asarray(sound), findings.last, policy)
+    if verdict.harm:
         return Decision(Action.STOP_HARM, reasons)
-    if all(reason.passed for reason in reasons):
+    if verdict.promote:
         return Decision(Action.PROMOTE, reasons)
     if findings.last:
         end = Reason("planned end", False, f"{findings.requests} requests", f"a gain within {policy.max_requests}")
         return Decision(Action.STOP_FUTILE, (*reasons, end))
-    if is_futile(bounds, length, policy):
-        return Decision(Action.STOP_FUTILE, reasons)
-    return Decision(Action.CONTINUE, reasons)
+    return Decision(Action.STOP_FUTILE if verdict.futile else Action.CONTINUE, reasons)
+
+
+def judge(
+    difference: Bounds, control_al: Array | float, broken: Array, sound: Array, last: bool, policy: ExperimentConfig
+) -> Verdict:
+    """What a look calls for.
+
+    Args:
+        difference: Of AL.
+        control_al: The control's AL; nan while it is not known.
+        broken: Whether a guardrail is, beyond doubt.
+        sound: Whether nothing but AL speaks against a promotion.
+        last: Whether the planned requests have been made.
+        policy: The margins.
+    """
+    harm = is_harm(difference) | broken
+    promote = ~harm & is_gain(difference, control_al, policy) & sound
+    futile = ~harm & ~promote & (is_futile(difference, control_al, policy) | last)
+    return Verdict(harm, promote, futile)
 
 
 def is_gain(difference: Bounds, control_al: Array | float, policy: ExperimentConfig) -> Array:
@@ -113,17 +155,33 @@ def _gain(bounds: Bounds, length: float, policy: ExperimentConfig) -> Reason:
     return Reason("acceptance length", bool(is_gain(bounds, length, policy)), measured, required)
 
 
+def _is_broken(guardrail: Guardrail) -> bool:
+    return bool(guardrail.excess.low > guardrail.limit)
+
+
 def _guardrail(guardrail: Guardrail) -> Reason:
+    required = f"excess not beyond {guardrail.limit:.4g}"
+    if not guardrail.measured and not _is_broken(guardrail):
+        return Reason(guardrail.name, not guardrail.required, "not measured", required)
     excess = float(guardrail.excess.low)
     measured = f"{_number(guardrail.challenger)} against {_number(guardrail.control)}, excess at least {excess:+.4f}"
-    return Reason(guardrail.name, not excess > guardrail.limit, measured, f"excess not beyond {guardrail.limit:.4g}")
+    return Reason(guardrail.name, not _is_broken(guardrail), measured, required)
 
 
-def _dealt(findings: Findings) -> Reason:
-    measured = ", ".join(f"{name} {count}" for name, count in findings.sessions.items())
+def _dealt(findings: Findings, control: str) -> Reason:
+    begun = ", ".join(f"{name} {count}" for name, count in findings.begun.items())
+    challenger = next(name for name in findings.begun if name != control)
+    measured = f"begun: {begun}; {findings.expected:.1f} expected for {challenger}"
     return Reason(
         "sessions dealt as weighted", findings.dealt_as_weighted, measured, "counts that agree with the weights"
     )
+
+
+def _own(findings: Findings, policy: ExperimentConfig) -> Reason:
+    share = findings.own_answers
+    measured = "not known yet" if share is None else f"{share:.2%}"
+    passed = share is not None and share >= policy.min_own_answers
+    return Reason("answered by its own arm", passed, measured, f"at least {policy.min_own_answers:.4g}")
 
 
 def _number(value: float | None) -> str:

@@ -3,6 +3,9 @@
 A session belongs to the weight epoch in which it began. It is over when it has been silent for `session_idle_s`, has made
 `session_requests`, or comes again under other weights; what it does later does not count. Copies (`shadow`) and requests whose client named the
 arm (`forced`) were not randomised and are no part of it.
+
+A record is written when its request ends, so those of a fast arm come first. Records are therefore taken in the order in which requests
+began, up to the start of the oldest one that still runs (`complete_until`): of what began before it nothing is missing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,9 +42,9 @@ class Ledger:
         self._open: dict[str, Session] = {}
         self._over: set[str] = set()
         self.requests = 0
-        """Randomised requests to the arms."""
+        """Randomised requests to the arms that count."""
         self.uncounted = 0
-        """Those of them that came after their session was over."""
+        """Further ones, that came after their session was over."""
 
     @property
     def num_open(self) -> int:
@@ -56,10 +59,9 @@ class Ledger:
         return self.takes(record) and record.session not in self._open and record.session not in self._over
 
     def add(self, record: LiveRecord) -> Iterator[Session]:
-        """Takes one record, in the order in which requests end; yields the session if this ends it."""
+        """Takes one record; yields the session if this ends it."""
         if not self.takes(record):
             return
-        self.requests += 1
         session = self._open.get(record.session)
         if session is not None and record.weight_epoch != session.epoch:
             yield self._end(session)
@@ -69,24 +71,40 @@ class Ledger:
         session = self._open.setdefault(
             record.session, Session(record.session, record.assigned_arm, record.weight_epoch)
         )
+        self.requests += 1
         session.records.append(record)
-        session.last_at = ended_at(record)
+        session.last_at = max(session.last_at, ended_at(record))
         if len(session.records) >= self._policy.session_requests:
             yield self._end(session)
 
     def silent(self, now: float) -> list[Session]:
-        """Ends the sessions that have been silent for too long at `now` (Unix time in seconds)."""
+        """Ends the sessions that have been silent for too long at `now` (Unix time in seconds), those first that were silent first."""
         limit = now - self._policy.session_idle_s
-        return [self._end(session) for session in list(self._open.values()) if session.last_at < limit]
+        return self._end_all(session for session in self._open.values() if session.last_at < limit)
 
     def close(self) -> list[Session]:
         """Ends all that are open."""
-        return [self._end(session) for session in list(self._open.values())]
+        return self._end_all(self._open.values())
+
+    def _end_all(self, sessions: Iterable[Session]) -> list[Session]:
+        return [self._end(session) for session in sorted(sessions, key=lambda session: session.last_at)]
 
     def _end(self, session: Session) -> Session:
         del self._open[session.key]
         self._over.add(session.key)
         return session
+
+
+def complete_until(oldest_running_at: float | None, now: float, policy: ExperimentConfig) -> float:
+    """Every request that began before this time (Unix, seconds) has ended.
+
+    A request that runs for longer than `session_idle_s` is not waited for: it enters when it ends.
+
+    Args:
+        oldest_running_at: Start of the oldest request that runs at `now`; None without one.
+    """
+    oldest = now if oldest_running_at is None else oldest_running_at
+    return max(min(oldest, now), now - policy.session_idle_s)
 
 
 def ended_at(record: LiveRecord) -> float:

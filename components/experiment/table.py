@@ -11,6 +11,10 @@ def findings_table(findings: Findings, decision: Decision, arms: Arms, max_reque
     title = f"{arms.challenger} against {arms.control}: {decision.action}, {findings.requests}/{max_requests} requests"
     table = Table("", "measured", "required", "", title=title)
     lengths = ", ".join(f"{name} {_number(al)}" for name, al in findings.al.items())
+    if findings.left_out:
+        table.caption = (
+            f"{findings.left_out} requests left out: dealt by weights that nobody noted, or without a choice"
+        )
     table.add_row("AL", lengths, "", "")
     for reason in decision.reasons:
         table.add_row(reason.check, reason.measured, reason.required, "yes" if reason.passed else "no")

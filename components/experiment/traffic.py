@@ -64,6 +64,14 @@ class Synthetic:
     most_tokens: float = 2048.0
 
 
+ROUND_S = 0.03
+"""A request takes so long a round."""
+TIME_SPREAD = 0.2
+"""Standard deviation of the log of what a request's time differs by from that."""
+ERROR_RATE = 0.005
+"""Of requests, on either arm."""
+
+
 @dataclass(frozen=True)
 class Pool:
     """Real requests that speculated, from records; arrays [requests]."""
@@ -77,14 +85,17 @@ class Pool:
 
 @dataclass(frozen=True)
 class Sessions:
-    """Arrays [replications, sessions] in the order in which the sessions begin."""
+    """Arrays [replications, sessions] in the order in which the sessions begin; of the requests that count."""
 
     task: Array
     requests: Array
     tokens: Array
-    """Of the requests that count."""
     rounds: Array
-    """Under the control."""
+    """Under the control, as times and failures."""
+    times_s: Array
+    """Of single requests; [replications, sessions, requests], float32, nan where there is none and where it failed."""
+    failed: Array
+    """Likewise, bool."""
     depth: int
     num_tasks: int
 
@@ -115,13 +126,14 @@ def make_sessions(
     rng: np.random.Generator, shape: tuple[int, int], scenario: Scenario, source: Synthetic | Pool, most_counted: int
 ) -> Sessions:
     """Sessions under the control; of each the first `most_counted` requests count."""
-    requests = np.minimum(np.floor((1 - rng.random(shape)) ** (-1 / scenario.tail)), scenario.longest).astype(int)
-    counted = np.minimum(requests, most_counted)
+    requests = np.floor((1 - rng.random(shape)) ** (-1 / scenario.tail))
+    counted = np.minimum(requests, min(scenario.longest, most_counted)).astype(int)
     made = _draw(rng, counted, source) if isinstance(source, Pool) else _invent(rng, counted, scenario, source)
     begun = (np.arange(shape[1]) + 0.5) / shape[1]
     wave = 1 + scenario.drift * (np.sin(4 * np.pi * begun) - begun)
     rounds = np.maximum(made.rounds / wave, made.tokens / (made.depth + 1))
-    return replace(made, requests=requests, rounds=rounds)
+    times_s = made.times_s * (rounds / made.rounds).astype(np.float32)[..., None]
+    return replace(made, rounds=rounds, times_s=times_s)
 
 
 def treat(sessions: Sessions, effect: float) -> Array:
@@ -144,14 +156,25 @@ def _invent(rng: np.random.Generator, counted: Array, scenario: Scenario, source
     noise = np.sqrt(tokens * np.maximum((length - 1) * (source.depth + 1 - length), 0) / 3 / length**3)
     rounds = np.clip(tokens / length + noise * rng.standard_normal(owner.size), tokens / (source.depth + 1), tokens)
     made, took = (np.bincount(owner, values, counted.size).reshape(counted.shape) for values in (tokens, rounds))
-    return Sessions(task, counted, made, took, source.depth, len(source.lengths))
+    return Sessions(task, counted, made, took, *_serve(rng, counted, rounds), source.depth, len(source.lengths))
 
 
 def _draw(rng: np.random.Generator, counted: Array, pool: Pool) -> Sessions:
     """A session repeats one real request: as alike as requests of a session can be."""
     drawn = rng.integers(0, len(pool.tokens), counted.shape)
     tokens, rounds = counted * pool.tokens[drawn], counted * pool.rounds[drawn]
-    return Sessions(pool.task[drawn], counted, tokens, rounds, pool.depth, int(pool.task.max()) + 1)
+    served = _serve(rng, counted, np.repeat(pool.rounds[drawn].ravel(), counted.ravel()))
+    return Sessions(pool.task[drawn], counted, tokens, rounds, *served, pool.depth, int(pool.task.max()) + 1)
+
+
+def _serve(rng: np.random.Generator, counted: Array, rounds: Array) -> tuple[Array, Array]:
+    """Times and failures of `Sessions`, from the rounds of every request in turn."""
+    there = np.arange(counted.max()) < counted[..., None]
+    times_s, failed = np.full(there.shape, np.nan, np.float32), np.zeros(there.shape, bool)
+    times_s[there] = ROUND_S * rounds * np.exp(TIME_SPREAD * rng.standard_normal(rounds.size))
+    failed[there] = rng.random(rounds.size) < ERROR_RATE
+    times_s[failed] = np.nan
+    return times_s, failed
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -160,6 +160,7 @@ def make_routing(service: Service, arms: Sequence[ServedArm]) -> Routing:
         },
         control=service.arms[0].name if service.arms else None,
         first_item_timeout_s=ab.first_item_timeout_s,
+        drain_timeout_s=ab.drain_timeout_s,
         max_body_bytes=ab.max_body_bytes,
         api_keys_file=_secret_file("ab.api_keys_file", ab.api_keys_file),
         admin_token_file=_secret_file("ab.admin_token_file", ab.admin_token_file),

@@ -6,6 +6,7 @@ from typing import Any
 from components.serving.assignment import Sessions, assign, session_hash, session_key
 from components.serving.ejection import Ejector
 from components.serving.exchange import Asked
+from components.serving.metrics import NO_ARM
 from components.serving.protocol import ARM_HEADER, ApiError, task_name, wants_usage
 from components.serving.routing import ArmState, Routing
 
@@ -22,7 +23,7 @@ class Dealer:
         """
         key = session_key(headers, body, raw_body)
         session = session_hash(key, routing.salt)
-        wanted = headers.get(ARM_HEADER)
+        wanted = headers.get(ARM_HEADER) or None
         assigned, arm, forced = self._arms(routing, wanted, key, session)
         if wanted is None:
             self._sessions.saw(session, arm)
@@ -30,6 +31,7 @@ class Dealer:
             arm=arm,
             head=routing.arms[arm].head,
             assigned_arm=assigned,
+            assigned_head=routing.arms[assigned].head,
             session=session,
             task=task_name(headers),
             weight_epoch=routing.weight_epoch,
@@ -48,7 +50,7 @@ class Dealer:
         weights = routing.weights
         assigned = assign(key, weights, routing.salt)
         if assigned is None:
-            raise ApiError(503, "no arm takes new sessions", "no_arm")
+            raise ApiError(503, "no arm takes new sessions", NO_ARM)
         admitted = {name: weight for name, weight in weights.items() if self._ejector.admits(name)}
         # where all are out it is better to try one than to refuse
         return assigned, assign(key, admitted, routing.salt) or assigned, False

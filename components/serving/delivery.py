@@ -221,6 +221,7 @@ class Delivery:
         self._items.append(event)
         self._num_come += 1
         self._news.set()
+        self._forget_when_complete()
 
     def __aiter__(self) -> "Delivery":
         return self
@@ -243,7 +244,6 @@ class Delivery:
 
     def _finish(self, ended: Delivered) -> None:
         """After the last event: the answer or the error, then the end."""
-        self._forget()
         if ended.failure is not None:
             raise ArmFailed(ended.failure)
         if ended.answer is None:
@@ -258,6 +258,12 @@ class Delivery:
             self._error = error
             self._forget()
         self._news.set()
+        self._forget_when_complete()
+
+    def _forget_when_complete(self) -> None:
+        """Nothing more can come; whoever reads a stream up to its `[DONE]` does not ask for the end behind it."""
+        if self._ended is not None and self._num_come >= self._ended.num_events:
+            self._forget()
 
 
 def _tls(purpose: ssl.Purpose) -> ssl.SSLContext | None:

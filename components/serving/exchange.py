@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from components.serving.meter import Meter
-from components.serving.protocol import ARM_HEADER, HEAD_HEADER, STREAM_END, ApiError, label_event
-from components.serving.records import CLIENT_CLOSED, LiveRecord
+from components.serving.protocol import ARM_HEADER, CLIENT_CLOSED, HEAD_HEADER, STREAM_END, ApiError, label_event
+from components.serving.records import LiveRecord
 from components.serving.upstream import Call, raise_if_error
 
 log = logging.getLogger("ray.serve")
@@ -26,6 +26,7 @@ class Asked:
     arm: str
     head: str
     assigned_arm: str
+    assigned_head: str
     session: str
     task: str | None
     weight_epoch: int
@@ -80,15 +81,20 @@ class Exchange:
         self.meter.read_answer(answer)
         if not answer.get("choices") or (self.meter.is_empty and not self.meter.output_tokens):
             raise ApiError(502, f"arm {self.asked.arm} gave an empty answer", EMPTY_ANSWER)
+        try:
+            response = JSONResponse(answer, headers=self.headers)
+        except ValueError:  # infinite or not a number: no client could read it
+            raise ApiError(502, f"arm {self.asked.arm} gave an answer that is not JSON", "arm_failed") from None
         self.finish(EMPTY_ANSWER if self.meter.is_empty else None)
-        return JSONResponse(answer, headers=self.headers)
+        return response
 
     async def relay(self, first: list[Any]) -> AsyncIterator[str]:
         """The stream's events for the client, those that are there at once in one piece; a failure is an event, for the status has been sent."""
         label = {"arm": self.asked.arm, "head": self.asked.head}
-        items: list[Any] | None = [label_event(first[0], label), *first[1:]]
+        items: list[Any] | None = first
         shown: list[str] = []
         try:
+            items = [label_event(first[0], label), *first[1:]]
             while items is not None:
                 for item in items:
                     raise_if_error(item)
@@ -105,11 +111,18 @@ class Exchange:
                     shown = []
                 items = await self.call.next_items()
             raise ApiError(502, f"the stream of arm {self.asked.arm} broke off", "broken_stream")
-        except ApiError as error:
-            self.finish(error)
-            yield f"{''.join(shown)}data: {json.dumps(error.body)}\n\n{STREAM_END}\n\n"
+        except Exception as error:
+            failure = error if isinstance(error, ApiError) else self._unreadable(error)
+            self.finish(failure)
+            yield f"{''.join(shown)}data: {json.dumps(failure.body)}\n\n{STREAM_END}\n\n"
         finally:
             self.finish(CLIENT_CLOSED)
+
+    def _unreadable(self, error: Exception) -> ApiError:
+        """For an item that is no event of a stream; without its words, which may hold a text."""
+        return ApiError(
+            502, f"the stream of arm {self.asked.arm} cannot be read ({type(error).__name__})", "arm_failed"
+        )
 
     def finish(self, error: ApiError | str | None) -> None:
         """The end of the exchange; only the first one counts."""
@@ -154,6 +167,8 @@ def make_record(asked: Asked, meter: Meter, error: str | None) -> LiveRecord:
         tpot_s=meter.tpot_s,
         error=error,
         assigned_arm=asked.assigned_arm,
+        head=asked.head,
+        assigned_head=asked.assigned_head,
         duration_s=meter.duration_s,
         shadow=asked.shadow,
         forced=asked.forced,

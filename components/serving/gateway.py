@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -14,18 +15,13 @@ from components.serving.access import SecretFile, check_bearer
 from components.serving.assignment import Sessions
 from components.serving.dealing import Dealer
 from components.serving.ejection import Ejector
-from components.serving.exchange import Asked, Exchange, make_record
+from components.serving.exchange import EMPTY_ANSWER, Asked, Exchange, make_record
 from components.serving.meter import Meter
-from components.serving.metrics import Metrics, Outcome
-from components.serving.protocol import (
-    ApiError,
-    parse_body,
-    read_body,
-    upstream_body,
-)
-from components.serving.records import CLIENT_CLOSED, RecordWriter
+from components.serving.metrics import NO_ARM, Metrics, Outcome
+from components.serving.protocol import CLIENT_CLOSED, ApiError, parse_body, read_body, upstream_body
+from components.serving.records import RecordWriter
 from components.serving.routing import ArmState, Routing, describe_arms
-from components.serving.upstream import ARM_KILLED, Call, Upstream
+from components.serving.upstream import ARM_KILLED, Call, NotThere, Upstream
 from components.storage import Location
 
 log = logging.getLogger("ray.serve")
@@ -53,9 +49,16 @@ class Gateway:
         self._running: defaultdict[str, set[Call]] = defaultdict(set)
         self._copies: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()
+        self._superseded: set[int] = set()
+        """Weight epochs that an operator's change ended."""
 
     def configure(self, routing: Routing) -> None:
-        """Takes a new routing: live for every request from now on; what runs on a killed arm is cut off."""
+        """Takes a routing from Serve, unless an operator has changed it since: Serve still has to hear of that."""
+        if routing.weight_epoch not in self._superseded:
+            self._take(routing)
+
+    def _take(self, routing: Routing) -> None:
+        """Makes a routing live for every request from now on; what runs on a killed arm is cut off."""
         before, self._routing = self._routing, routing
         if before is None or before.api_keys_file != routing.api_keys_file:
             self._api_keys = SecretFile(routing.api_keys_file) if routing.api_keys_file else None
@@ -72,9 +75,8 @@ class Gateway:
         for name, arm in routing.arms.items():
             if before is not None and name in before.arms and before.arms[name].app != arm.app:
                 self._ejector.forget(name)  # what failed under this name was another engine
-            if arm.state == ArmState.KILLED:
-                for call in self._running[name]:
-                    call.kill()
+        for call in [call for calls in self._running.values() for call in calls if _is_killed(routing, call)]:
+            call.kill()
 
     def close(self) -> None:
         """Writes what is left of the records."""
@@ -87,6 +89,13 @@ class Gateway:
         Raises:
             ApiError: what is wrong before an arm is asked.
         """
+        try:
+            return await self._answer(request, route)
+        except ApiError as error:
+            self._metrics.rejected(error.code)
+            raise
+
+    async def _answer(self, request: Request, route: str) -> Response:
         routing = self.live()
         check_bearer(request.headers, self._api_keys)
         meter = Meter()
@@ -113,6 +122,7 @@ class Gateway:
             "weight_epoch": routing.weight_epoch,
             "arms": describe_arms(routing, out, sessions),
             "leaving": self._leaving(routing),
+            "oldest_running_at": self._oldest_running_at(routing),
         }
 
     def metrics(self) -> bytes:
@@ -134,12 +144,15 @@ class Gateway:
             ApiError: what `change` raises; 500 when the change is live but was not kept.
         """
         async with self._changing:
-            changed = change(self.live())
-            self.configure(changed)
+            before = self.live()
+            changed = change(before)
+            self._superseded = (self._superseded | {before.weight_epoch}) - {changed.weight_epoch}
+            self._take(changed)
             log.info("an operator changed the arms: %s", describe_changes(changed))
             try:
                 await self._keep(changed)
             except Exception as error:  # of the cluster: the change has been made, but a new router would not know it
+                self._superseded.discard(before.weight_epoch)
                 log.exception("the change was not kept")
                 problem = f"the change is live, but will not outlive this router ({type(error).__name__})"
                 raise ApiError(500, problem, "not_kept") from error
@@ -148,7 +161,7 @@ class Gateway:
     def live(self) -> Routing:
         """The routing; ApiError 503 while there is no arm."""
         if self._routing is None or not self._routing.arms:
-            raise ApiError(503, "no arm is being served yet", "no_arm")
+            raise ApiError(503, "no arm is being served yet", NO_ARM)
         return self._routing
 
     def _exchange(self, routing: Routing, asked: Asked, route: str, body: dict[str, Any], meter: Meter) -> Exchange:
@@ -156,8 +169,8 @@ class Gateway:
         try:
             items = self._ask(app, route, body)
         except LookupError as error:
-            raise ApiError(503, f"arm {asked.arm} is not there: {error}", "arm_unavailable") from None
-        call = Call(asked.arm, app, items, routing.first_item_timeout_s)
+            items = NotThere(asked.arm, str(error))
+        call = Call(asked.arm, app, items, routing.first_item_timeout_s, meter.started_at)
         self._ejector.started(asked.arm)
         self._running[asked.arm].add(call)
         return Exchange(asked, call, meter, self._ended)
@@ -168,6 +181,14 @@ class Gateway:
         running = Counter(call.app for calls in self._running.values() for call in calls)
         return {app: num for app, num in running.items() if app not in named}
 
+    def _oldest_running_at(self, routing: Routing) -> float | None:
+        """Unix time in seconds at which the oldest request began that runs now (shadows' copies aside) or whose record is still to be
+        written; None without one. Who reads the records after this finds all of what began before."""
+        calls = [call for arm in self._running.keys() - set(routing.shadows) for call in self._running[arm]]
+        waiting_since = math.inf if self._writer is None else self._writer.waiting_since
+        oldest = min([waiting_since, *(call.started_at for call in calls)])
+        return None if oldest == math.inf else oldest
+
     def _copy_to_shadows(self, routing: Routing, asked: Asked, route: str, body: dict[str, Any]) -> None:
         for arm in routing.shadows:
             if len(self._running[arm]) >= MAX_SHADOWED or not self._ejector.admits(arm):
@@ -176,8 +197,9 @@ class Gateway:
             copy = replace(asked, arm=arm, head=routing.arms[arm].head, shadow=True)
             try:
                 exchange = self._exchange(routing, copy, route, body, Meter())
-            except ApiError as error:  # the client's own request goes on
-                log.warning("no copy for a shadow: %s", error)
+            except Exception:  # the client's own request goes on
+                log.exception("no copy for shadow %s", arm)
+                self._metrics.dropped(arm)
                 continue
             task = asyncio.create_task(exchange.drain())
             self._copies.add(task)
@@ -188,24 +210,38 @@ class Gateway:
         self._running[asked.arm].discard(exchange.call)
         if outcome in (Outcome.ANSWERED, Outcome.REFUSED):  # an arm that refuses a request is alive
             self._ejector.succeeded(asked.arm)
-        elif outcome == Outcome.FAILED and code != ARM_KILLED:
+        elif outcome == Outcome.FAILED and _blames_arm(exchange, code):
             self._ejector.failed(asked.arm)
         self._metrics.ended(asked.arm, exchange.meter, outcome, code, asked.shadow)
         if self._writer is not None:
             self._writer.add(make_record(asked, exchange.meter, code))
 
     def _open_records(self, routing: Routing) -> None:
-        self.close()
-        where = routing.records
-        self._writer = RecordWriter(Location(where), routing.records_retention_days) if where else None
+        if self._writer is not None:
+            self._writer.end()  # not waited for: requests run in this loop
+        where, days, lost = routing.records, routing.records_retention_days, self._metrics.lost.inc
+        self._writer = RecordWriter(Location(where), days, on_lost=lost) if where else None
 
 
 def describe_changes(routing: Routing) -> str:
     return ", ".join(f"{name} {arm.state.value} {arm.weight:g}" for name, arm in routing.arms.items())
 
 
+def _is_killed(routing: Routing, call: Call) -> bool:
+    """Whether the engine that the call runs on is that of a killed arm, whatever the arm was called when it was asked."""
+    named = routing.arms.get(call.arm)
+    if named is not None and named.app == call.app:
+        return named.state == ArmState.KILLED
+    return any(arm.app == call.app and arm.state == ArmState.KILLED for arm in routing.arms.values())
+
+
 def _code(error: ApiError | str | None) -> str | None:
     return error.code if isinstance(error, ApiError) else error
+
+
+def _blames_arm(exchange: Exchange, code: str | None) -> bool:
+    """Whether a failure may eject the arm: not where it was switched off, nor where its client may have asked for nothing to read."""
+    return code != ARM_KILLED and not (code == EMPTY_ANSWER and exchange.meter.is_asked_empty)
 
 
 def _outcome(error: ApiError | str | None) -> Outcome:

@@ -76,9 +76,18 @@ def routing_of(application: Application | None) -> Routing | None:
 
 
 def with_routing(application: Application, routing: Routing) -> Application:
-    """The router's application with other traffic and nothing else changed, so that no process restarts."""
-    deployments = [{"name": "router", "user_config": routing.model_dump(mode="json")}]
-    return {**application, "deployments": deployments}
+    """The router's application with other traffic and nothing else changed, so that no process restarts.
+
+    What has its default is left out: it is no news to a router of an older version. A router with other code takes over when it is up, and
+    the old one ends what runs through it.
+    """
+    deployment = {
+        "name": "router",
+        "user_config": routing.model_dump(mode="json", exclude_defaults=True),
+        "graceful_shutdown_timeout_s": routing.drain_timeout_s,
+        "max_surge_percent": 100,
+    }
+    return {**application, "deployments": [deployment]}
 
 
 def keep_routing(routing: Routing) -> None:

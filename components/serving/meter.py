@@ -6,6 +6,8 @@ from typing import Any
 
 from components.serving.protocol import EVENT
 
+SOUND_ENDS = ("stop", "length")
+"""Finish reasons of an answer that ended as it was asked to."""
 TEXT_KEYS = ("content", "reasoning", "reasoning_content", "tool_calls", "refusal", "audio")
 
 
@@ -18,6 +20,7 @@ class Meter:
         self.has_text = False
         self.usage: dict[str, Any] = {}
         self.speculation: dict[str, Any] = {}
+        self._finish_reason: str | None = None
         self._first_s: float | None = None
         self._last_s: float | None = None
 
@@ -25,6 +28,7 @@ class Meter:
         """A whole answer."""
         choices = answer.get("choices") or []
         self.has_text = any(_has_text(choice) for choice in choices)
+        self._read_choices(choices)
         self._read_end(answer)
 
     def read_event(self, event: str) -> bool:
@@ -42,6 +46,7 @@ class Meter:
             self._first_s = self._first_s or now
         if choices:
             self._last_s = now
+        self._read_choices(choices)
         self._read_end(fields)
         return not choices and bool(fields.get("usage"))
 
@@ -53,6 +58,11 @@ class Meter:
     def is_empty(self) -> bool:
         """Whether the client got nothing to read: an end token alone would hide a broken arm."""
         return not self.has_text
+
+    @property
+    def is_asked_empty(self) -> bool:
+        """Whether tokens without a text may be what the client asked for: a stop string hit at once, or too few tokens for a letter."""
+        return self.is_empty and self.output_tokens > 0 and self._finish_reason in SOUND_ENDS
 
     @property
     def ttft_s(self) -> float | None:
@@ -78,6 +88,10 @@ class Meter:
     def accepted_at(self) -> list[int]:
         """accepted_at[i]: rounds that accepted at least i + 1 draft tokens (marginal, as vLLM counts)."""
         return [sum(self.histogram[i:]) for i in range(1, len(self.histogram))]
+
+    def _read_choices(self, choices: list[dict[str, Any]]) -> None:
+        for choice in choices:
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
 
     def _read_end(self, fields: dict[str, Any]) -> None:
         self.usage = fields.get("usage") or self.usage

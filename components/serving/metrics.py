@@ -11,6 +11,10 @@ TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 1
 TPOT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
 
 
+NO_ARM = "no_arm"
+"""Code of a request that came while no arm took it."""
+
+
 class Outcome(Enum):
     ANSWERED = "answered"
     REFUSED = "refused"
@@ -37,8 +41,11 @@ class Metrics:
         self._errors = counter("errors", "Requests that failed by the arm's fault, empty answers included.", "code")
         self._refused = counter("refused", "Requests that the arm refused as the client's mistake.")
         self._left = counter("client_closed", "Requests whose client left before the end.")
-        self._shadowed = counter("shadow_requests", "Copies that a shadow answered.")
-        self._dropped = counter("shadow_dropped", "Copies that a shadow was too busy to take.")
+        self._rejected = Counter("aerie_rejected", "Requests that no arm was asked for.", ["code"], registry=registry)
+        self._rejected.labels(NO_ARM)  # a rate needs the zero
+        self._shadowed = counter("shadow_requests", "Copies that a shadow took, however they ended.")
+        self._shadow_errors = counter("shadow_errors", "Copies that the shadow refused, or failed at.", "code")
+        self._dropped = counter("shadow_dropped", "Copies that a shadow could not take: it was too busy, or out.")
         self._prompt = counter("prompt_tokens", "Prompt tokens of answered requests.")
         self._output = counter("output_tokens", "Output tokens of answered requests.")
         self._rounds = counter(
@@ -63,6 +70,7 @@ class Metrics:
         self._info = Gauge(
             "aerie_arm_info", "1; the arm's head and state.", ["arm", "head", "state"], registry=registry
         )
+        self.lost = Counter("aerie_records_lost", "Live records that could not be written.", registry=registry)
         self._epoch = Gauge("aerie_weight_epoch", "Changes with every change of arms or weights.", registry=registry)
 
     def set_arms(self, arms: Iterable[tuple[str, str, str, float]], epoch: int) -> None:
@@ -78,19 +86,19 @@ class Metrics:
                 plain.labels(name)
 
     def ended(self, arm: str, meter: Meter, outcome: Outcome, code: str | None, shadow: bool) -> None:
-        """One request's end. A shadow's drafts count as any arm's: an arm either answers or shadows."""
-        (self._shadowed if shadow else self._requests).labels(arm).inc()
-        if outcome == Outcome.FAILED:
-            self._errors.labels(arm, code).inc()
-        elif outcome == Outcome.REFUSED:
-            self._refused.labels(arm).inc()
-        elif outcome == Outcome.LEFT:
-            self._left.labels(arm).inc()
+        """One request's end. A shadow's drafts and times count as any arm's, its failures apart: nobody sees them."""
+        if shadow:
+            self._count_copy(arm, outcome, code)
+        else:
+            self._count_request(arm, outcome, code)
         if meter.ttft_s is not None:
             self._ttft.labels(arm).observe(meter.ttft_s)
         if meter.tpot_s is not None:
             self._tpot.labels(arm).observe(meter.tpot_s)
         self._count_tokens(arm, meter)
+
+    def rejected(self, code: str) -> None:
+        self._rejected.labels(code).inc()
 
     def dropped(self, arm: str) -> None:
         self._dropped.labels(arm).inc()
@@ -102,6 +110,20 @@ class Metrics:
     def _plain(self) -> list[Counter]:
         counts = [self._requests, self._refused, self._left, self._shadowed, self._dropped, self._prompt, self._output]
         return [*counts, self._rounds, self._drafted, self._accepted]
+
+    def _count_copy(self, arm: str, outcome: Outcome, code: str | None) -> None:
+        self._shadowed.labels(arm).inc()
+        if outcome in (Outcome.FAILED, Outcome.REFUSED):
+            self._shadow_errors.labels(arm, code).inc()
+
+    def _count_request(self, arm: str, outcome: Outcome, code: str | None) -> None:
+        self._requests.labels(arm).inc()
+        if outcome == Outcome.FAILED:
+            self._errors.labels(arm, code).inc()
+        elif outcome == Outcome.REFUSED:
+            self._refused.labels(arm).inc()
+        elif outcome == Outcome.LEFT:
+            self._left.labels(arm).inc()
 
     def _count_tokens(self, arm: str, meter: Meter) -> None:
         self._prompt.labels(arm).inc(meter.usage.get("prompt_tokens") or 0)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 SESSION_HEADER = "x-session-id"
 """Requests with the same value go to the same arm."""
@@ -15,6 +15,8 @@ HEAD_HEADER = "x-aerie-head"
 """In a response: version and digest of the arm's head, or `none`."""
 TASK_HEADER = "x-aerie-task"
 """In a request: the client's word for what kind it is; records and statistics go by it."""
+CLIENT_CLOSED = "client_closed"
+"""Code of a request whose client left before the end."""
 STREAM_END = "data: [DONE]"
 STREAM_ERROR = 'data: {"error"'
 EVENT = "data: {"
@@ -46,17 +48,20 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """The request's body; no more of it is read than is allowed.
 
     Raises:
-        ApiError: 413 for a longer one.
+        ApiError: 413 for a longer one; 499, which nobody reads, where the client leaves before its end.
     """
     too_long = ApiError(413, f"the body is longer than {max_bytes} bytes", "body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_long
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise too_long
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                raise too_long
+    except ClientDisconnect:
+        raise ApiError(499, "the client left before it had sent its request", CLIENT_CLOSED) from None
     return bytes(body)
 
 

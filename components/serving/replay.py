@@ -141,8 +141,7 @@ def request_body(session: Session, messages: Sequence[Message], settings: Settin
     body: dict[str, Any] = {
         "messages": list(messages),
         "max_tokens": settings.ab.max_new_tokens,
-        "temperature": settings.data.temperature,
-        "top_p": settings.data.top_p,
+        **settings.data.sampling,
         "stream": session.stream,
     }
     if session.stream:  # without it a stream tells neither tokens nor acceptance
@@ -180,7 +179,7 @@ def read_body(arm: str, status: int, raw: bytes) -> Reply:
 
 def read_stream(arm: str, raw: bytes) -> Reply:
     """The events of a stream, put together; one that breaks off is an error."""
-    lines = [line for line in raw.decode().splitlines() if line.startswith("data: ")]
+    lines = [line for line in raw.decode().split("\n") if line.startswith("data: ")]
     if not lines or lines[-1] != STREAM_END:
         return Reply(arm, None, None, {}, {}, "broken stream")
     text, finish_reason, last = "", None, {}

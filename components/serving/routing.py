@@ -24,7 +24,7 @@ class ArmState(StrEnum):
 
 
 class RoutedArm(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     app: str
     """Its Serve application."""
@@ -35,9 +35,9 @@ class RoutedArm(BaseModel):
 
 
 class Routing(BaseModel):
-    """The router's `user_config`."""
+    """The router's `user_config`; a field that a router's code does not know is not for it, so newer commands can still tell it their traffic."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     model: str
     salt: str
@@ -47,6 +47,8 @@ class Routing(BaseModel):
     control: str | None = None
     """The arm that is left when the kill switch ends all others."""
     first_item_timeout_s: float = 120.0
+    drain_timeout_s: float = 600.0
+    """A router whose code is replaced ends what runs through it for so long."""
     max_body_bytes: int = 8 << 20
     api_keys_file: str | None = None
     admin_token_file: str | None = None

@@ -26,7 +26,7 @@ from components.serving.records import live_records
 from components.serving.replay import Session, make_sessions, replay
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
-from components.target.engine import has_gpu
+from components.target.engine import engine_identity, has_gpu
 from components.target.stages import target_path
 from components.versions import installed_versions
 
@@ -78,10 +78,8 @@ def ab_stage(settings: Settings) -> Stage:
             "ab": settings.ab.model_dump(mode="json", exclude=NOT_IDENTITY),
             "num_speculative_tokens": settings.evaluate.num_speculative_tokens,
             "arms": {name: settings.evaluate.baselines[name].model_dump(mode="json") for name in settings.ab.arms},
-            "dtype": settings.target.dtype,
-            "max_model_len": settings.target.max_model_len,
-            "temperature": settings.data.temperature,
-            "top_p": settings.data.top_p,
+            **engine_identity(settings, settings.resources.ab),
+            **settings.data.sampling,
         },
         inputs=("target", "prompts", "head", "incumbent", "drafts", "evaluation"),
         extra=lambda: platform_identity(settings),

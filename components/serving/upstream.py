@@ -34,6 +34,8 @@ class Call:
     """The arm's Serve application when it was asked."""
     items: Upstream
     timeout_s: float
+    started_at: float
+    """Unix time in seconds at which the request was read."""
     killed: bool = False
     _waiting: asyncio.Timeout | None = field(default=None, init=False)
 
@@ -55,6 +57,8 @@ class Call:
                 raise self._was_killed() from None
             said_nothing = f"arm {self.arm} said nothing for {self.timeout_s:g} s"
             raise ApiError(504, said_nothing, "arm_timeout") from None
+        except ApiError:
+            raise
         except ArmFailed as error:
             raise ApiError(502, f"arm {self.arm} failed: {error}", "arm_failed") from None
         except Exception as error:  # of Serve: the replica died, or takes no more
@@ -74,6 +78,22 @@ class Call:
 
     def _was_killed(self) -> ApiError:
         return ApiError(503, f"arm {self.arm} was switched off", ARM_KILLED)
+
+
+class NotThere:
+    """The `Upstream` of an arm that cannot even be asked."""
+
+    def __init__(self, arm: str, why: str) -> None:
+        self._error = ApiError(503, f"arm {arm} is not there: {why}", "arm_unavailable")
+
+    def __aiter__(self) -> "NotThere":
+        return self
+
+    async def __anext__(self) -> list[Any]:
+        raise self._error
+
+    def cancel(self) -> None:
+        pass
 
 
 def raise_if_error(item: dict[str, Any] | str) -> None:

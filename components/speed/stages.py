@@ -16,7 +16,6 @@ from components.evaluation.processes import FreshProcesses
 from components.evaluation.stages import (
     candidate_heads,
     champion_head,
-    engine_identity,
     platform_identity,
 )
 from components.evaluation.summary import CANDIDATE, CHAMPION, NONE, needed_arms
@@ -26,7 +25,7 @@ from components.speed.dynamic import SUFFIX, dynamic_server, judge, why_not
 from components.speed.metrics import metrics_of_speed
 from components.speed.sweep import SCHEDULE, Point, Served, num_requests, num_servers, points, servers
 from components.stage import Artifact, Outcome, Output, Stage
-from components.target.engine import engine_env
+from components.target.engine import engine_env, engine_identity
 from components.target.stages import target_facts, target_path
 
 if TYPE_CHECKING:  # vLLM and transformers take seconds to import: only a stage that measures loads them
@@ -55,7 +54,9 @@ def speed_stage(settings: Settings) -> Stage:
     return Stage(
         name="speed",
         run=run,
-        config={"speed": "left out"} if speed.is_left_out else engine_identity(settings) | _identity(settings),
+        config={"speed": "left out"}
+        if speed.is_left_out
+        else engine_identity(settings, settings.resources.evaluate) | _identity(settings),
         inputs=() if speed.is_left_out else ("target", "responses", "head", "incumbent", "drafts", "evaluation"),
         extra=lambda: {} if speed.is_left_out else platform_identity(settings) | _files_identity(settings),
         check=lambda: None if speed.is_left_out else _check(settings),

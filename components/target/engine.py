@@ -5,12 +5,23 @@ from pathlib import Path
 from typing import Any
 
 from components.config import Settings, StageResources
+from components.engine_arguments import matters
 
 CPU_KV_CACHE_GIB = 1
 
 
 def has_gpu(resources: StageResources) -> bool:
     return resources.num_gpus > 0
+
+
+def engine_identity(settings: Settings, resources: StageResources) -> dict[str, Any]:
+    """What an engine's answers depend on beside the target: for the identity of stages."""
+    added = matters(resources.engine)
+    return {
+        "dtype": settings.target.dtype,
+        "max_model_len": settings.target.max_model_len,
+        **({"engine": added} if added else {}),
+    }
 
 
 def engine_kwargs(

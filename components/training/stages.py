@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from components.config import Settings
+from components.data.stages import extractor_engine
 from components.forecast import Forecast, head_parameters
 from components.stage import Artifact, Outcome, Output, Stage
 from components.target.aux_layers import bytes_per_token, choose_aux_layers
@@ -62,6 +63,7 @@ def _capture_identity(settings: Settings) -> dict[str, Any]:
         "extractor": settings.data.extractor,
         "aux_layers": settings.draft.aux_layers,
         "dtype": settings.target.dtype,
+        **extractor_engine(settings),
     }
 
 

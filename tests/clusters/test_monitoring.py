@@ -44,6 +44,7 @@ def exposed():
         meter.read_event(f"data: {json.dumps(event)}\n\n")
     for outcome in Outcome:
         metrics.ended("challenger", meter, outcome, "502" if outcome == Outcome.FAILED else None, shadow=False)
+        metrics.ended("challenger", meter, outcome, "502" if outcome == Outcome.FAILED else "400", shadow=True)
     for gauge in (metrics.ejected, metrics.running):
         gauge.labels("challenger").set(1)
     families = text_string_to_metric_families(metrics.text().decode())

@@ -161,6 +161,21 @@ def test_engines_that_no_arm_can_run_on_are_refused(stage: str, engine: str, fix
     assert fix in str(caught.value)
 
 
+@pytest.mark.parametrize("stage", ["responses", "features", "evaluate", "ab"])
+@pytest.mark.parametrize(
+    ("engine", "fix"),
+    [
+        ("{dtype: float16}", "dtype would change the target in one stage only. Fix: set target.dtype"),
+        ("{model: other}", "Fix: set target.model"),
+        ("{seed: 3}", "seed is the same for every engine of a run. Fix: remove it"),
+    ],
+)
+def test_engine_arguments_that_another_setting_gives_are_refused(stage: str, engine: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=rf"resources\.{stage}\.engine\.") as caught:
+        load_settings(CONFIG, None, [f"resources.{stage}.engine={engine}"])
+    assert fix in str(caught.value)
+
+
 def test_synthetic_acceptance_needs_a_gpu() -> None:
     arm = "evaluate.baselines.x={method: ngram, num_speculative_tokens: 3, rejection_sample_method: synthetic, synthetic_acceptance_length: 2}"
     assert load_settings(CONFIG, None, [arm, "resources.evaluate.num_gpus=1"])

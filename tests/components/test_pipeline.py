@@ -12,6 +12,7 @@ import pytest
 
 from components.config import Settings
 from components.config_loading import load_settings
+from components.forecast import Forecast
 from components.pipeline import Pipeline, Selection, check_disk
 from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
@@ -175,6 +176,16 @@ def test_what_the_disk_cannot_hold_is_refused_before_anything_runs(
     assert ended.value.code == 2
     assert re.search(r"error: storage.uri: .*B free, the run writes about 1152921\.5 TB", capsys.readouterr().err)
     assert not (tmp_path / "storage").exists()
+
+
+def test_an_overfull_run_may_be_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def one(settings: Settings) -> Sequence[Stage]:
+        return [replace(chain(settings)[0], forecast=lambda known, expected: Forecast(bytes=1 << 60))]
+
+    pipeline = make(tmp_path, "storage.refuse_overfull=false")
+    pipeline.stages = one(pipeline.settings)
+    assert pipeline.run(Selection()).keys() == {"answers"}
+    assert "going on, as storage.refuse_overfull is false" in caplog.text
 
 
 def test_plan_on_the_command_line(tmp_path: Path) -> None:

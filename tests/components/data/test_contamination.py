@@ -46,6 +46,12 @@ def test_the_first_turn_of_a_longer_conversation_and_the_other_way_round():
     assert repeats(talk("Hello", "What is snow?"), talk("Hello")) is None
 
 
+def test_a_later_turn_that_asks_what_an_evaluation_asks():
+    exam = talk("What is the highest mountain?", "Now say it in French please")
+    assert repeats(talk("Hello", "What is the highest mountain?", "Thanks"), exam) == "equal to a.jsonl:1"
+    assert repeats(talk("How do trees drink?", "Now say it in French please"), exam) is None
+
+
 def test_one_changed_word_in_thirty():
     changed = text(1, 60).split()
     changed[20] = "other"

@@ -4,7 +4,6 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 import ray
 
@@ -29,6 +28,7 @@ from tests.components.data.counting import (
     times_made,
 )
 from tests.conftest import is_running
+from tests.peak import forget_peak, peak_bytes
 
 STALL_TIMEOUT_S = 5.0
 
@@ -115,14 +115,14 @@ def test_whoever_waits_says_for_what_and_who_has_it(output, caplog, monkeypatch)
 
 
 def test_the_driver_holds_no_rows(output):
-    """40,000 rows of 4 KB pass by the driver, which may not grow by a tenth of them."""
+    """40,000 rows of 4 KB pass by the driver, which may at no time hold a tenth of them."""
     rows_per_part, num_parts, text = 200, 200, "x" * 4096
     make_parts(counting_job(output.join("warm"), 1), tasks(2))
-    process = psutil.Process()
-    before = process.memory_info().rss
+    forget_peak()
+    before = peak_bytes()
     make_parts(counting_job(output, rows_per_part, (), (), (), text), tasks(num_parts))
     outcome = conclude("counting", output, 0.0)
-    grown = process.memory_info().rss - before
+    grown = peak_bytes() - before
     written = sum(output.join(name).size_bytes() for name in part_names(output))
     assert outcome.rows.kept == rows_per_part * num_parts
     assert written > 150e6

@@ -3,6 +3,8 @@
 import json
 import os
 from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from components.config import Settings
 from components.data.answering import SCHEMA, AnswerWorker
 from components.data.documents import merge_turns
 from components.data.part_worker import PartTask, Piece
-from components.data.parts import QUARANTINE, part_names, read_account, read_columns
+from components.data.parts import QUARANTINE, PartAccount, part_names, read_account, read_columns
 from components.data.prompt_list import PROMPTS, prompt_ranges, write_prompts
 from components.data.prompts import Prompt
 from components.data.responses import answer_prompts, response_engine_kwargs
@@ -156,25 +158,67 @@ def test_answers_cut_by_their_length_are_counted(finished):
     assert outcome.facts["output_tokens"] == sum(len(row["output_ids"]) for row in run.rows())
 
 
-def test_answers_cut_by_their_length_can_be_dropped(ending_target, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def here(ending_target, tmp_path_factory) -> Iterator[Callable[..., list[tuple[list[dict], PartAccount]]]]:
+    """Answers in this process, of one engine: `here(prompts a part, **data)` gives the rows and the account of each part."""
+    run = Run(tmp_path_factory.mktemp("here"), ending_target)
+    kwargs, engines, files = response_engine_kwargs(run.settings, str(ending_target)), [], count()
+
+    def answer(size: int, **data) -> list[tuple[list[dict], PartAccount]]:
+        config = run.settings.data.model_copy(update=data)
+        worker = AnswerWorker(run.output, lambda done: None, run.prompts, str(ending_target), kwargs, config)
+        worker.__dict__["_engine"] = engines[0] if engines else worker._engine
+        engines[:] = [worker._engine]
+        parts = []
+        for cut in prompt_ranges(run.prompts.join(PROMPTS), size):
+            part = run.output.join(f"part-{next(files):05d}.parquet")
+            worker.make([Piece(PartTask(0, cut.start, cut.num_bytes), part)])
+            parts.append((read_columns(part, SCHEMA.names).to_pylist(), read_account(part)))
+        return parts
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**CPU_ENGINE_ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+            patch.setenv(name, value)
+        yield answer
+
+
+def test_answers_cut_by_their_length_can_be_dropped(here):
     """With the turns after them, whose prompts would hold half an answer."""
-    for name, value in {**CPU_ENGINE_ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
-        monkeypatch.setenv(name, value)
-    run = Run(tmp_path, ending_target)
-    data = run.settings.data.model_copy(update={"truncation": "drop"})
-    kwargs = response_engine_kwargs(run.settings, str(ending_target))
-    worker = AnswerWorker(run.output, lambda done: None, run.prompts, str(ending_target), kwargs, data)
-    (whole,) = prompt_ranges(run.prompts.join(PROMPTS), 100)
-    part = run.output.join("part-00000.parquet")
-    worker.make([Piece(PartTask(0, whole.start, whole.num_bytes), part)])
-    rows, account = read_columns(part, SCHEMA.names).to_pylist(), read_account(part)
+    [(rows, account)] = here(100, truncation="drop")
     assert {row["output_ids"][-1] for row in rows} == {EOS}
     assert len(rows) == account.kept >= 3
     assert account.truncated == 0
     assert account.dropped["cut_off"] >= 3
-    assert account.rows().rows_in == run.num_turns
+    assert account.rows().rows_in == sum(len(prompt.turns()) for prompt in make_prompts())
     kept = {row["key"] for row in rows}
     assert not [key for key in kept if key.endswith(":1") and key.replace(":1", ":0") not in kept]
+
+
+def test_what_is_drawn_depends_on_the_turn_and_not_on_what_is_answered_beside_it(here):
+    greedy, drawn = here(100), here(100, temperature=1.0, top_p=0.95, top_k=30)
+    in_small_parts = here(3, temperature=1.0, top_p=0.95, top_k=30)
+    assert len(in_small_parts) == 8
+    assert [row for rows, _ in in_small_parts for row in rows] == drawn[0][0]
+    first = {row["key"]: row["output_ids"] for row in greedy[0][0] if row["turn"] == 0}
+    others = {row["key"]: row["output_ids"] for row in drawn[0][0] if row["turn"] == 0}
+    assert sum(first[key] != others[key] for key in first.keys() & others.keys()) > len(first) / 2
+    reseeded = here(100, temperature=1.0, top_p=0.95, top_k=30, seed=1)
+    assert reseeded[0][0] != drawn[0][0]
+
+
+def test_an_answer_that_the_engine_gave_up_is_a_failed_row(here, monkeypatch):
+    on_answer = AnswerWorker._on_answer
+
+    def aborted(worker, dialogue, output):
+        if dialogue.key == "k03:0":
+            output.outputs[0].finish_reason = "abort"
+        on_answer(worker, dialogue, output)
+
+    monkeypatch.setattr(AnswerWorker, "_on_answer", aborted)
+    [(rows, account)] = here(100)
+    assert account.failed == {"no_answer": 1}
+    assert [row["reason"] for row in account.quarantine if row["key"] == "k03:0"] == ["no_answer"]
+    assert "k03:0" not in {row["key"] for row in rows}
 
 
 def test_a_turn_is_asked_with_the_targets_own_answer_before_it(finished):

@@ -16,6 +16,7 @@ from components.stage import Artifact, run_stage
 from components.storage import Location
 from components.target.stages import target_stage
 from tests.components.data.prompt_rows import read
+from tests.peak import forget_peak, peak_bytes
 
 ROWS = [
     {"messages": [{"role": "user", "content": "Which river is the longest?"}], "family": "explanation"},
@@ -162,6 +163,40 @@ def test_benchmarks_are_read_checked_and_part_of_the_identity(tiny_target, tmp_p
         run_prompts(settings_for(file, tiny_target, "data.benchmarks=missing.jsonl"), storage)
 
 
+def test_what_the_evaluation_answers_is_not_trained_on(tiny_target, tmp_path):
+    questions = ["How many legs have six hens?", "How deep is the sea near Peru?", "Name a lake."]
+    file = write_rows(tmp_path / "asked.jsonl", [{"prompt": question} for question in questions])
+    bench = write_rows(tmp_path / "gsm8k.jsonl", [{"question": questions[0].upper(), "answer": "#### 12"}])
+    settings = settings_for(file, tiny_target, f"evaluate.benchmarks.sums.path={bench}")
+    artifact, _ = run_prompts(settings, Location(f"{tmp_path}/s"))
+    assert artifact.manifest["rows"]["dropped"] == {"contaminated": 1}
+    other = settings_for(file, tiny_target, "evaluate.benchmarks.sums.path=missing.jsonl")
+    with pytest.raises(ConfigError, match=r"^evaluate\.benchmarks\.sums\.path: .*missing.jsonl does not exist"):
+        run_prompts(other, Location(f"{tmp_path}/s"))
+
+
+def test_the_driver_holds_no_prompts(ray_cluster, tiny_target, tmp_path):
+    """More than 130 MB of them, which are read, listed and planned for."""
+    paragraph = " ".join(f"word{number}" for number in range(6000))
+    file = write_rows(tmp_path / "asked.jsonl", [{"prompt": f"{number} {paragraph}"} for number in range(2600)])
+    settings = settings_for(file, tiny_target, "data.contamination=off")
+    target, _ = run_stage(target_stage(settings), {}, Location(f"{tmp_path}/s"), 60)
+    stage = prompts_stage(settings)
+    forget_peak()
+    before = peak_bytes()
+    expected = stage.forecast({"target": target}, {})
+    artifact, _ = run_stage(stage, {"target": target}, Location(f"{tmp_path}/s"), 60)
+    grown = peak_bytes() - before
+    assert artifact.manifest["rows"]["kept"] == 2600
+    assert expected.bytes > 130e6
+    assert grown < 30e6
+
+
+def test_the_message_for_a_bad_setting_comes_from_the_other_process(ray_cluster, tiny_target, tmp_path):
+    with pytest.raises(ConfigError, match=r"^data\.prompts: no usable row in .*unknown_shape 1.*mend the rows"):
+        run_prompts(settings_for(write_rows(tmp_path / "x.jsonl", [{"a": 1}]), tiny_target), Location(f"{tmp_path}/s"))
+
+
 @pytest.mark.parametrize(
     "override",
     [
@@ -179,6 +214,15 @@ def test_what_is_taken_of_a_source_is_part_of_the_identity(tmp_path, keys):
     plain = load_settings(None, None, [f"data.prompts={file}", "data.max_prompts=5"])
     keyed = load_settings(None, None, [f"data.prompts={{path: {file}, {keys}}}", "data.max_prompts=5"])
     assert prompts_stage(plain).extra() != prompts_stage(keyed).extra()
+
+
+@pytest.mark.parametrize("name", ["responses", "features"])
+def test_engine_arguments_are_part_of_the_identity_where_they_change_what_comes_out(name):
+    make = {"responses": responses_stage, "features": features_stage}[name]
+    plain, place = ["data.extractor=vllm"], f"resources.{name}.engine"
+    config = make(load_settings(None, None, plain)).config
+    assert make(load_settings(None, None, [*plain, f"{place}={{tensor_parallel_size: 2}}"])).config == config
+    assert make(load_settings(None, None, [*plain, f"{place}={{kv_cache_dtype: fp8}}"])).config != config
 
 
 @pytest.mark.parametrize("stage", [prompts_stage, responses_stage, features_stage, vocabulary_stage])

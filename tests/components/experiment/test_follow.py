@@ -45,6 +45,28 @@ def test_requests_of_before_are_left_out(folder):
     assert names(Follower(folder, NOON + 1).new()) == ["y", "z"]
 
 
+def test_traffic_of_a_head_counts_whatever_its_arm_was_called(folder):
+    """Before, v4 was the champion and v5 the challenger; since the promotion v5 is the champion, against v6."""
+    told = [  # arm, head, assigned arm, assigned head
+        ("champion", "v4-d", "champion", "v4-d"),
+        ("challenger", "v5-e", "challenger", "v5-e"),
+        ("champion", "v5-e", "champion", "v5-e"),
+        ("champion", "v5-e", "challenger", "v6-f"),
+        ("champion", "v5-e", "challenger", "v4-d"),
+        ("champion", "none", "champion", "none"),
+    ]
+    names_of = ("arm", "head", "assigned_arm", "assigned_head")
+    rows = [live_record(str(i), started_at=NOON, **dict(zip(names_of, t, strict=True))) for i, t in enumerate(told)]
+    folder.join("2027-01-15/a.jsonl").write_bytes(encode_records(rows))
+    found = Follower(folder, NOON, {"control": "v5-e", "treated": "v6-f"}).new()
+    assert {r.session: (r.arm, r.assigned_arm) for r in found} == {
+        "1": ("control", "control"),
+        "2": ("control", "control"),
+        "3": ("control", "treated"),
+    }
+    assert len(Follower(folder, NOON).new()) == len(rows)
+
+
 def test_what_the_router_writes_is_read(folder):
     writer = RecordWriter(folder, None, flush_s=0.01)
     follower = Follower(folder, time.time() - 60)

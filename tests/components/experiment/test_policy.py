@@ -10,6 +10,7 @@ from components.experiment.difference import Bounds
 from components.experiment.policy import Action, Findings, Guardrail, decide
 
 POLICY = ExperimentConfig()
+TWO = st.tuples(st.booleans(), st.booleans())
 ENDS = st.floats(-5, 5) | st.just(math.inf) | st.just(-math.inf)
 
 
@@ -22,18 +23,20 @@ def any_bounds(draw):
 @st.composite
 def any_findings(draw):
     guardrails = tuple(
-        Guardrail(name, draw(st.none() | st.floats(0, 1)), 0.1, draw(any_bounds()), draw(st.floats(0, 0.1)))
+        Guardrail(name, draw(st.none() | st.floats(0, 1)), 0.1, draw(any_bounds()), draw(st.floats(0, 0.1)), *draw(TWO))
         for name in ("errors", "p95 latency", "time per output token")
     )
     al = {"new": draw(st.none() | st.floats(1, 6)), "old": draw(st.none() | st.floats(1, 6))}
     last, dealt = draw(st.booleans()), draw(st.booleans())
-    return Findings(100, {"new": 50, "old": 50}, al, draw(any_bounds()), guardrails, dealt, last)
+    own, sessions = draw(st.none() | st.floats(0, 1)), {"new": 50, "old": 50}
+    return Findings(100, 0, sessions, sessions, 50.0, al, draw(any_bounds()), guardrails, dealt, own, last)
 
 
-def findings(low, estimate, high, excess=-1.0, dealt=True, last=False, al=2.5):
-    guardrail = Guardrail("errors", 0.0, 0.0, Bounds(0.0, excess, 1.0), 0.01)
+def findings(low, estimate, high, excess=-1.0, dealt=True, own=1.0, last=False, al=2.5, measured=True, required=True):
+    guardrail = Guardrail("errors", 0.0, 0.0, Bounds(0.0, excess, 1.0), 0.01, measured, required)
     sessions, lengths = {"new": 500, "old": 500}, {"new": al, "old": al}
-    return Findings(900, sessions, lengths, Bounds(estimate, low, high), (guardrail,), dealt, last)
+    bounds = Bounds(estimate, low, high)
+    return Findings(900, 0, sessions, sessions, 500.0, lengths, bounds, (guardrail,), dealt, own, last)
 
 
 def action(found):
@@ -47,6 +50,8 @@ def test_a_promotion_has_every_reason(found):
         assert found.difference.low > 0
         assert found.difference.estimate >= POLICY.min_effect * found.al["old"]
         assert found.dealt_as_weighted
+        assert found.own_answers >= POLICY.min_own_answers
+        assert all(guardrail.measured for guardrail in found.guardrails if guardrail.required)
         assert all(reason.passed for reason in decision.reasons)
 
 
@@ -76,6 +81,10 @@ def test_each_action_has_its_case():
     assert action(findings(0.01, 0.12, 0.3, last=True)) == Action.PROMOTE
     assert action(findings(0.01, 0.12, 0.3, dealt=False)) == Action.CONTINUE
     assert action(findings(0.01, 0.12, 0.3, dealt=False, last=True)) == Action.STOP_FUTILE
+    assert action(findings(0.01, 0.12, 0.3, own=0.985)) == Action.CONTINUE
+    assert action(findings(0.01, 0.12, 0.3, own=0.99)) == Action.PROMOTE
+    assert action(findings(0.01, 0.12, 0.3, measured=False)) == Action.CONTINUE
+    assert action(findings(0.01, 0.12, 0.3, measured=False, required=False)) == Action.PROMOTE
 
 
 def test_a_control_that_never_speculated_is_never_beaten():

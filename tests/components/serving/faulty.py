@@ -82,6 +82,19 @@ class Faulty(Delivering):
         choice = {"message": {"content": ""}, "finish_reason": "stop"}
         yield {"choices": [choice], "usage": USAGE | {"completion_tokens": 1}}
 
+    async def cut_short(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+        choice = {"message": {"content": ""}, "finish_reason": "length"}
+        yield {"choices": [choice], "usage": USAGE | {"completion_tokens": 1}}
+
+    async def stopped_at_once(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield 'data: {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}\n\n'
+        yield 'data: {"choices": [{"delta": {"content": ""}, "finish_reason": "stop"}]}\n\n'
+        yield f"data: {json.dumps({'choices': [], 'usage': USAGE})}\n\n"
+        yield DONE
+
+    async def no_number(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield {**ANSWER, "logprob": float("nan")}
+
     async def empty_stream(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         yield 'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
         yield DONE
@@ -93,6 +106,13 @@ class Faulty(Delivering):
     async def crash_in_stream(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         yield CHUNK
         raise RuntimeError("the engine died")
+
+    async def broken_event(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield 'data: {"choices": [{"delta": {"content": "x"\n\n'
+        yield DONE
+
+    async def no_event(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield ANSWER
 
     async def break_off(self, body: dict[str, Any]) -> AsyncIterator[Any]:
         yield CHUNK

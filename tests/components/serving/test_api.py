@@ -1,6 +1,7 @@
 """The router's HTTP API over real HTTP, in front of arms of this process."""
 
 import json
+import socket
 import threading
 import time
 
@@ -11,6 +12,7 @@ from components.serving.access import SecretFile
 from components.serving.assignment import Sessions, assign
 from components.serving.ejection import FAILURES_TO_EJECT, Ejector
 from components.serving.records import decode_records
+from components.serving.routing import ArmChange, ArmState, change_arms
 from tests.components.serving.faulty import NUM_CHUNKS, SPECULATION, USAGE, Faulty
 from tests.components.serving.local import CHAT, local_router, routing_to
 
@@ -122,11 +124,74 @@ def test_ttft_and_tpot_are_those_of_the_stream(two):
 
 @pytest.mark.parametrize(
     ("do", "status", "stream"),
-    [("empty", 502, False), ("no_tokens", 502, False), ("end_token_only", 200, False), ("empty_stream", 200, True)],
+    [
+        ("empty", 502, False),
+        ("no_tokens", 502, False),
+        ("end_token_only", 200, False),
+        ("empty_stream", 200, True),
+        ("stopped_at_once", 200, True),
+    ],
 )
 def test_an_answer_with_nothing_to_read_counts_as_the_arms_error(two, do, status, stream):
     assert two.ask(do, stream=stream, headers={"x-aerie-arm": "a"}).status_code == status
     assert two.figure("aerie_errors_total", arm="a", code="empty_answer") == 1
+
+
+@pytest.mark.parametrize(
+    ("do", "stream", "ejects"),
+    [
+        ("end_token_only", False, False),
+        ("cut_short", False, False),
+        ("stopped_at_once", True, False),
+        ("no_tokens", False, True),
+        ("empty_stream", True, True),
+    ],
+)
+def test_a_client_cannot_eject_an_arm_by_asking_for_an_empty_answer(two, do, stream, ejects):
+    for _ in range(FAILURES_TO_EJECT):
+        two.ask(do, stream=stream, headers={"x-aerie-arm": "a"})
+    assert two.figure("aerie_errors_total", arm="a", code="empty_answer") == FAILURES_TO_EJECT
+    assert two.client.get("/health").json()["arms"]["a"]["ejected"] is ejects
+
+
+def test_an_answer_that_is_no_json_is_a_failure_in_the_figures_too(two):
+    assert is_openai_error(two.ask("no_number", headers={"x-aerie-arm": "a"}), 502)
+    assert two.figure("aerie_errors_total", arm="a", code="arm_failed") == 1
+
+
+@pytest.mark.parametrize("do", ["broken_event", "no_event"])
+def test_a_stream_that_cannot_be_read_is_the_arms_failure_and_no_client_that_left(two, do):
+    reply = two.ask(do, stream=True, headers={"x-aerie-arm": "a"})
+    assert json.loads(events(reply)[-2])["error"]["code"] == "arm_failed"
+    assert events(reply)[-1] == "[DONE]"
+    assert two.figure("aerie_errors_total", arm="a", code="arm_failed") == 1
+    assert two.figure("aerie_client_closed_total", arm="a") == 0
+
+
+def test_an_empty_header_is_no_header(two):
+    by_user = two.ask(user="u").headers["x-aerie-arm"]
+    reply = two.ask(user="u", headers={"x-session-id": "", "x-aerie-arm": "", "x-aerie-task": ""})
+    assert (reply.status_code, reply.headers["x-aerie-arm"]) == (200, by_user)
+
+
+def test_requests_that_no_arm_was_asked_for_are_counted_apart(admin):
+    assert admin.figure("aerie_rejected_total", code="no_arm") == 0
+    assert 'aerie_rejected_total{code="no_arm"} 0.0' in admin.client.get("/metrics").text, "a rate needs the zero"
+    admin.client.post(CHAT, content=b"{")
+    for arm in "abc":
+        change(admin, f"arms/{arm}", state="paused")
+    assert admin.ask().status_code == 503
+    assert admin.figure("aerie_rejected_total", code="invalid_json") == 1
+    assert admin.figure("aerie_rejected_total", code="no_arm") == 1
+    assert admin.figure("aerie_requests_total") == 0
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_fault_of_the_router(two, caplog):
+    host, port = two.client.base_url.host, two.client.base_url.port
+    with socket.create_connection((host, port)) as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+    wait_until(lambda: two.figure("aerie_rejected_total", code="client_closed") == 1)
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -279,6 +344,31 @@ def test_a_shadow_sees_a_copy_and_never_answers(tmp_path):
     assert [(r.arm, r.assigned_arm) for r in records if r.shadow] == [("s", "a")] * 7
 
 
+def test_a_failing_shadow_is_no_failing_arm():
+    with local_router({"a": Faulty(), "s": Faulty("crash")}, routing_to("a", "s:shadow")) as router:
+        assert router.ask().status_code == 200
+        router.arms["s"].always = "refuse"
+        assert router.ask().status_code == 200
+        wait_until(lambda: router.figure("aerie_shadow_requests_total", arm="s") == 2)
+        assert router.figure("aerie_errors_total") == router.figure("aerie_refused_total", arm="s") == 0
+        assert router.figure("aerie_shadow_errors_total", arm="s", code="arm_failed") == 1
+        assert router.figure("aerie_shadow_errors_total", arm="s", code="400") == 1
+
+
+def test_a_shadow_that_cannot_be_asked_does_not_hold_up_the_answer(monkeypatch):
+    with local_router({"a": Faulty()}, routing_to("a", "s:shadow")) as router:
+        ask = router._ask
+
+        def fail(application, route, body):
+            if application == "s":
+                raise RuntimeError("of Serve")
+            return ask(application, route, body)
+
+        monkeypatch.setattr(router.gateway, "_ask", fail)
+        assert router.ask().status_code == 200
+        assert router.figure("aerie_shadow_dropped_total", arm="s") == 1
+
+
 def test_a_slow_shadow_does_not_hold_up_the_answer():
     with local_router({"a": Faulty("good"), "s": Faulty("hang")}, routing_to("a", "s:shadow")) as router:
         started = time.monotonic()
@@ -340,16 +430,62 @@ def test_a_change_that_cannot_be_kept_is_live_and_says_so(admin, monkeypatch):
     assert "b" not in arms_of(admin).values()
 
 
+def test_what_serve_says_late_does_not_undo_an_operators_change(admin):
+    first = change_arms(admin.gateway.live(), {"b": ArmChange(weight=0.5)})
+    assert change(admin, "arms/b", weight=0.5).status_code == 200
+    assert change(admin, "kill").status_code == 200
+    admin.configure(admin.kept[0])
+    assert first.arms == admin.kept[0].arms
+    assert admin.client.get("/health").json()["arms"]["b"]["state"] == "killed"
+    admin.configure(admin.kept[1])
+    later = change_arms(admin.gateway.live(), {"b": ArmChange(state="serving")})
+    admin.configure(later)
+    assert admin.client.get("/health").json()["arms"]["b"]["state"] == "serving"
+
+
+def test_a_killed_arm_is_cut_off_under_its_old_name_too():
+    arms = {"v1": Faulty(), "v2": Faulty()}
+    routing = routing_to("challenger", "champion")
+    both = {
+        name: arm.model_copy(update={"app": app}) for (name, arm), app in zip(routing.arms.items(), arms, strict=True)
+    }
+    with local_router(arms, routing.model_copy(update={"arms": both})) as router:
+        texts = ([], [])
+        names = ("challenger", "champion")
+        streams = [
+            threading.Thread(target=read_into, args=(router, text, name))
+            for text, name in zip(texts, names, strict=True)
+        ]
+        for thread in streams:
+            thread.start()
+        wait_until(lambda: all(texts))
+        renamed = {
+            "champion": both["challenger"],
+            "previous": both["champion"].model_copy(update={"state": ArmState.KILLED}),
+        }
+        router.configure(routing.model_copy(update={"arms": renamed}))
+        streams[1].join(5)
+        assert "arm_killed" in texts[1][-1]
+        assert streams[0].is_alive(), "its engine is not the killed one"
+        router.configure(routing_to("champion:killed", app="v1"))
+        streams[0].join(5)
+        assert "arm_killed" in texts[0][-1]
+
+
 def test_another_engine_takes_over_an_arm_and_what_runs_on_the_old_one_ends_there():
     arms = {"v1": Faulty(), "v2": Faulty()}
     with local_router(arms, routing_to("champion", app="v1")) as router:
+        assert router.client.get("/health").json()["oldest_running_at"] is None
+        asked_at = time.time()
         with router.client.stream("POST", CHAT, json={"do": "good", "stream": True}) as running:
             assert router.client.get("/health").json()["leaving"] == {}
+            assert asked_at <= router.client.get("/health").json()["oldest_running_at"] <= time.time()
             router.configure(routing_to("champion", app="v2"))
             assert router.client.get("/health").json()["leaving"] == {"v1": 1}
             assert router.ask().status_code == 200
             assert running.read().endswith(b"data: [DONE]\n\n")
         assert router.client.get("/health").json()["leaving"] == {}
+        assert router.client.get("/health").json()["oldest_running_at"] is None
     assert [len(arm.bodies) for arm in arms.values()] == [1, 1]
 
 
@@ -380,6 +516,7 @@ def test_a_failing_arm_is_ejected_its_sessions_move_and_come_back(tmp_path):
         assert router.figure("aerie_arm_ejected", arm="b") == 0
     records = read_records(tmp_path)
     assert {record.assigned_arm for record in records} == {"b"}, "by the weights nothing changed"
+    assert {(r.arm, r.head, r.assigned_head) for r in records} == {(arm, f"{arm}-head", "b-head") for arm in "ab"}
     assert [r.arm for r in records if not r.error] == ["a", "a", "a", "b", "b", "b"]
 
 
@@ -396,6 +533,7 @@ def test_records_hold_figures_and_no_text(tmp_path):
     assert whole.session == streamed.session == crashed.session
     arm = assign("somebody", {"a": 1, "b": 1}, "s")
     assert (whole.arm, whole.assigned_arm, whole.weight_epoch, whole.task) == (arm, arm, 7, "code:edit")
+    assert whole.head == whole.assigned_head == f"{arm}-head"
     for record in (whole, streamed):
         assert record.histogram == SPECULATION["acceptance_histogram"]
         assert (record.rounds, record.drafted, record.accepted) == (10, 30, 10)
@@ -409,6 +547,18 @@ def test_records_hold_figures_and_no_text(tmp_path):
     assert (refused.error, refused.failed, refused.forced, refused.arm) == ("400", False, True, "b")
     text = "".join(path.read_text() for path in tmp_path.rglob("*.jsonl"))
     assert "somebody" not in text
+
+
+def test_a_request_counts_as_running_until_its_record_can_be_read(tmp_path):
+    blocked = tmp_path / "live"
+    blocked.write_text("a file where the folder should be")
+    with local_router({"a": Faulty()}, routing_to("a", records=str(blocked))) as router:
+        asked_at = time.time()
+        router.ask()
+        assert asked_at <= router.client.get("/health").json()["oldest_running_at"] <= time.time()
+        blocked.unlink()
+        wait_until(lambda: router.client.get("/health").json()["oldest_running_at"] is None)
+        assert len(read_records(blocked)) == 1
 
 
 def test_a_client_that_leaves_is_no_fault_of_the_arm(tmp_path):
@@ -427,6 +577,14 @@ def test_an_arm_that_is_not_there_is_an_error_with_its_reason():
         reply = router.ask()
         assert is_openai_error(reply, 503)
         assert reply.json()["error"]["code"] == "arm_unavailable"
+        assert router.figure("aerie_errors_total", arm="gone", code="arm_unavailable") == 1
+
+
+def test_an_arm_that_is_not_there_loses_its_sessions():
+    with local_router({"a": Faulty("good")}, routing_to("gone", "a")) as router:
+        key = next(key for key in SESSIONS if assign(key, {"gone": 1, "a": 1}, "s") == "gone")
+        statuses = [router.ask(session=key).status_code for _ in range(FAILURES_TO_EJECT + 1)]
+        assert statuses == [503] * FAILURES_TO_EJECT + [200]
 
 
 def read_records(folder):

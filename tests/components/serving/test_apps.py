@@ -22,6 +22,8 @@ from components.serving.apps import (
     router_application,
 )
 from components.serving.cores import BIND_CORES, own_cores
+from components.serving.listing import with_routing
+from components.serving.routing import Routing
 from components.serving.stages import ab_service
 from components.stage import Artifact
 from components.storage import Location
@@ -129,6 +131,22 @@ def test_new_weights_change_the_routers_user_config_and_nothing_else():
     assert [arm_args(before, i) for i in (0, 1)] == [arm_args(after, i) for i in (0, 1)]
     assert router(before)["args"] == router(after)["args"]
     assert router(before)["deployments"] != router(after)["deployments"]
+
+
+def test_a_router_with_other_code_takes_over_while_the_old_one_ends_its_streams():
+    service = make_service(ab={"drain_timeout_s": 77.0})
+    (deployment,) = router(service)["deployments"]
+    assert (deployment["graceful_shutdown_timeout_s"], deployment["max_surge_percent"]) == (77.0, 100)
+    rerouted = with_routing(router(make_service()), make_routing(service, service.arms))
+    assert rerouted["deployments"][0]["graceful_shutdown_timeout_s"] == 77.0
+
+
+def test_a_router_of_another_version_still_understands_its_traffic():
+    service = make_service()
+    said = router(service)["deployments"][0]["user_config"]
+    assert "drain_timeout_s" not in said, "a default is no news"
+    newer = said | {"something": 1, "arms": {n: a | {"something": 1} for n, a in said["arms"].items()}}
+    assert Routing.model_validate(newer) == make_routing(service, service.arms)
 
 
 def test_the_router_refuses_an_arm_that_accepts_by_chance():

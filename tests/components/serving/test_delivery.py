@@ -96,6 +96,21 @@ def test_items_come_as_the_arm_gave_them(run, items, expected):
     run(main)
 
 
+def test_a_stream_that_nobody_reads_beyond_its_last_event_is_forgotten(run):
+    """The router's relay ends with `[DONE]`; what it would keep of each stream would stay for as long as the router lives."""
+
+    async def main():
+        async with opened() as inbox:
+            delivery = deliver(inbox, Arm(), "a", "data: [DONE]\n\n")
+            items = []
+            while items[-1:] != ["data: [DONE]\n\n"]:
+                items += await anext(delivery)
+            while inbox._calls:
+                await asyncio.sleep(0.01)
+
+    run(main)
+
+
 def test_calls_share_a_connection_and_each_gets_its_own_events(run):
     async def main():
         async with opened() as inbox:
@@ -117,7 +132,7 @@ def test_events_are_there_before_the_call_ends_and_those_that_waited_come_at_onc
                 for event in "abc":
                     await arm._outbox.send(reply_to, event)
                 await end.wait()
-                return Delivered(4)
+                return Delivered(5)
 
             addresses = []
             delivery = inbox.call(lambda reply_to: addresses.append(reply_to) or Call(work(reply_to)))

@@ -60,9 +60,11 @@ def test_no_prompts_are_no_traffic():
 
 
 def test_the_request_samples_as_serving_does_and_streams_tell_their_usage():
-    settings = Settings.model_validate({"data": {"temperature": 0.7, "top_p": 0.9}, "ab": {"max_new_tokens": 9}})
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    settings = Settings.model_validate({"data": sampling, "ab": {"max_new_tokens": 9}})
     request = request_body(session(stream=True, tools=[{"type": "function"}]), [], settings)
-    assert (request["temperature"], request["top_p"], request["max_tokens"]) == (0.7, 0.9, 9)
+    assert {name: request[name] for name in sampling} == sampling
+    assert request["max_tokens"] == 9
     assert request["stream_options"] == {"include_usage": True}
     assert request["tool_choice"] == "none"
 
@@ -85,6 +87,13 @@ def test_a_stream_becomes_the_same_record_as_a_body():
         {"choices": [], "usage": USAGE, "metrics": {"speculative_decoding": SPECULATION}},
     ]
     assert read_stream("x", stream(*events)) == read_body("x", 200, json.dumps(body()).encode())
+
+
+def test_a_stream_may_hold_letters_that_end_a_line_elsewhere():
+    text = "a\u2028b\u0085c"
+    event = {"choices": [{"delta": {"content": text}, "finish_reason": "length"}], "usage": USAGE}
+    raw = f"data: {json.dumps(event, ensure_ascii=False)}\n\ndata: [DONE]\n\n".encode()
+    assert read_stream("x", raw).text == text
 
 
 @pytest.mark.parametrize(

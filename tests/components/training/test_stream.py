@@ -24,6 +24,7 @@ from components.target.aux_layers import bytes_per_token
 from components.target.layers import Captured
 from tests.components.data.answers import END_ID, answered, random_ids, write_responses
 from tests.components.evaluation.artifacts import make_artifact
+from tests.peak import forget_peak, peak_bytes
 from tests.tiny import EOS, make_tiny_llama
 
 NUM_LAYERS, HIDDEN = 48, 64
@@ -119,13 +120,3 @@ def test_a_deadly_document_costs_itself_and_the_driver_holds_no_rows(
     streamed = NUM_DOCUMENTS * NUM_TOKENS * bytes_per_token(len(AUX_LAYERS), HIDDEN)
     assert streamed > 160 * MB
     assert grown < streamed / 2, f"by {grown / MB:.0f} of {streamed / MB:.0f} MB"  # modules are loaded, too
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_bytes() -> int:
-    """Most memory that this process held since `forget_peak`."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024
