@@ -75,6 +75,14 @@ def test_the_second_run_makes_nothing_and_connects_to_nothing(tmp_path: Path) ->
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+def test_ray_is_prepared_for_what_has_to_run_and_nothing_else(tmp_path: Path) -> None:
+    make(tmp_path).run(Selection(last="words"))
+    again, prepared = make(tmp_path), list[str]()
+    again.before_first_run = prepared.extend
+    again.run(Selection())
+    assert prepared == ["head", "report"]
+
+
 @pytest.mark.parametrize(
     ("override", "rerun"),
     [
