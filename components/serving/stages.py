@@ -32,6 +32,8 @@ RECORDS = "requests.jsonl"
 SUMMARY = "ab.json"
 SESSIONS = "_sessions"
 """Records of the sessions that ended, while the stage runs."""
+WAS_UP = "_was_up.json"
+"""Whether an endpoint was up before the stage."""
 DEPLOYMENT_S = 120.0
 NOT_IDENTITY = {
     "host",
@@ -57,7 +59,7 @@ def ab_stage(settings: Settings) -> Stage:
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
         service = replace(ab_service(settings, inputs), records=live_records(settings, output.storage))
-        with under_test(service) as address:
+        with under_test(service, output.join(WAS_UP)) as address:
             records = run_traffic(address, read_sessions(inputs["prompts"], settings), settings, output.location)
         return _publish(service, records, output)
 
