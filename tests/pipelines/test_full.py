@@ -102,8 +102,8 @@ def served_alone(project: Project, name: str) -> str:
     assert arms is not None
     assert {arm: told["state"] for arm, told in arms.items()} == {name: "serving"}
     assert arms[name]["weight"] == 1.0
-    applications = connect().get_serve_details()["applications"]
-    assert sum("-arm-" in application for application in applications) == 1
+    live = connect().get_serve_details()["applications"]
+    assert sum("-arm-" in app and told["status"] != "DELETING" for app, told in live.items()) == 1
     return arms[name]["head"]
 
 
