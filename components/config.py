@@ -213,7 +213,8 @@ class BenchmarkConfig(Section):
     path: str
     """File of JSON Lines, JSON or Parquet: prompts as in `data.prompts`, each with what its scorer needs."""
     scorer: Literal["humaneval", "mbpp", "gsm8k", "none"] = "none"
-    """What makes an answer right: tests that are run in a sandbox (humaneval, mbpp), the reference's last number (gsm8k), or nothing."""
+    """What makes an answer right: tests that are run in a sandbox (humaneval, mbpp), the reference's last number (gsm8k), or nothing. Every
+    answer is also compared with plain decoding's; without test or reference by its last number, or by whether its code runs."""
     max_prompts: Count | None = None
     """At most this many, drawn by hash; null: all."""
     max_new_tokens: Count = 512
@@ -327,9 +328,9 @@ class AbConfig(Section):
     max_new_tokens: Count = 64
     """Longest answer of the replayed traffic, in tokens."""
     challenger_weight: Weight = 0.5
-    """Share of the sessions that the new head answers."""
+    """Share of the sessions that the new head answers while the A/B stage runs."""
     arms: dict[str, Weight] = {}
-    """Arms of `evaluate.baselines` that get traffic too, each with its share of the sessions; the control has what is left."""
+    """Arms of `evaluate.baselines` that get traffic too in the A/B stage, each with its share of the sessions; the control has what is left."""
     salt: str = "aerie"
     """Salt of the sticky assignment; another salt deals the sessions anew."""
     host: str = "127.0.0.1"
@@ -341,7 +342,7 @@ class AbConfig(Section):
     drain_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
     """Requests that run on an arm when it is replaced or removed may go on for this long."""
     keep_serving: bool = True
-    """Leave the endpoint up after the job."""
+    """Leave the endpoint up after the job; one that was up before it stays in any case."""
     max_body_bytes: Count = 8388608
     """A request with a longer body is refused with 413."""
     api_keys_file: Path | None = None

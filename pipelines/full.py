@@ -14,10 +14,15 @@ from components.stage import Stage
 from components.target.stages import target_stage
 from components.training.stages import head_stage
 from pipelines.cli import guarded, pipeline_app
+from pipelines.serve import move_endpoint
 
 
 def define_stages(settings: Settings) -> Sequence[Stage]:
     """The table of contents; every stage reads outputs of stages above it."""
+
+    def serve_alone(version: int | None) -> bool:
+        return move_endpoint(settings, version, allow_gap=False)
+
     return [
         target_stage(settings),  # the model being served
         prompts_stage(settings),  # prompts, split by family and by hash
@@ -31,7 +36,9 @@ def define_stages(settings: Settings) -> Sequence[Stage]:
         evaluation_stage(settings),  # every arm on held-out prompts
         speed_stage(settings),  # tokens/s and latency of every arm, K and load, on plain servers
         ab_stage(settings),  # challenger and incumbent behind one endpoint
-        publish_stage(settings),  # the gate, the bundle, the registry, the report
+        publish_stage(
+            settings, serve_alone
+        ),  # the gate, the bundle, the registry, all traffic to the winner, the report
     ]
 
 

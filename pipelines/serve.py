@@ -20,7 +20,7 @@ from components.section import ConfigError
 from components.serving.apps import Service, model_name
 from components.serving.deploy import deploy, routed_model
 from components.serving.records import live_records
-from components.serving.stages import champion_arm
+from components.serving.stages import champion_arm, plain_arm
 from components.stage import Stage
 from components.storage import Location
 from components.target.stages import target_path, target_stage
@@ -57,15 +57,22 @@ def serve_champion(pipeline: Pipeline, allow_gap: bool = False) -> None:
 
 
 def champion_service(pipeline: Pipeline) -> Service:
-    """The champion alone; ConfigError when it drafts for another target."""
-    champion, target = pipeline.artifacts["champion"], pipeline.artifacts["target"]
-    check_target(champion.facts, target.facts)
+    """The champion alone, or plain decoding where the pipeline has none; ConfigError when it drafts for another target."""
+    champion, target = pipeline.artifacts.get("champion"), pipeline.artifacts["target"]
+    if champion is not None:
+        check_target(champion.facts, target.facts)
+    arm = plain_arm(1.0) if champion is None else champion_arm(champion, 1.0)
     records = live_records(pipeline.settings, pipeline.storage)
-    return Service(pipeline.settings, target_path(target), [champion_arm(champion, 1.0)], records)
+    return Service(pipeline.settings, target_path(target), [arm], records)
 
 
-def move_endpoint(settings: Settings, version: int, allow_gap: bool) -> bool:
+def move_endpoint(settings: Settings, version: int | None, allow_gap: bool) -> bool:
     """Puts a registered version behind the endpoint, in place of all that serves there; False where no endpoint of this target is up.
+
+    Args:
+        settings: With its address.
+        version: None is plain decoding.
+        allow_gap: Where there is no room for a second copy of the target.
 
     Raises:
         ConfigError: no room, another target, or an endpoint whose Ray cluster does not answer; then what served serves on.
@@ -84,7 +91,7 @@ def move_endpoint(settings: Settings, version: int, allow_gap: bool) -> bool:
         print(f"the endpoint serves {served} and is left alone" if served else "no endpoint is up", flush=True)
         return False
     pipeline = make_pipeline(define_stages(settings, version), settings)
-    pipeline.run(Selection())
+    pipeline.run(Selection(last="target" if version is None else None))
     deploy(champion_service(pipeline), allow_gap)
     return True
 

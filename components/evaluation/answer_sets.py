@@ -78,5 +78,5 @@ def answer_texts(job: Job, name: str, arm: str, turns: int) -> dict[str, list[st
 
 
 def scored_rows(job: Job, name: str) -> list[BenchmarkRow]:
-    """The rows whose answer can be right or wrong."""
-    return [row for row in load_rows(job.output, name) if row.reference]
+    """The rows whose answer comes to something that the scorer can tell."""
+    return [row for row in load_rows(job.output, name) if row.reference is not None]

@@ -1,4 +1,5 @@
-"""What benchmarks and sampled answers say of every arm: the figures of any task, losslessness, and a score beside plain decoding's."""
+"""What benchmarks and sampled answers say of every arm: the figures of any task, losslessness, a score beside plain decoding's, and
+what share of the answers comes to the same as plain decoding's."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from components.evaluation.by_task import answer_figures
 from components.evaluation.job import Job, sampled_place
 from components.evaluation.results import ArmResult, load_result
 from components.evaluation.sandbox import Limits, isolation
-from components.evaluation.scorers import RUNS_CODE, Question, judge, score_facts
+from components.evaluation.scorers import RUNS_CODE, Question, judge, kept_facts, score_facts
 from components.evaluation.statistics import Bootstrap
 from components.evaluation.summary import compare_with_plain, lossless_counts
 from components.storage import Location
@@ -20,7 +21,7 @@ SCORES = "scores.json"
 
 
 def score_benchmark(job: Job, name: str, arms: Sequence[str]) -> None:
-    """Judge the first answer of every arm to every row that can be judged, and write `benchmarks/<name>/scores.json`."""
+    """Judge the first answer of every arm to every row, and write `benchmarks/<name>/scores.json`."""
     evaluate = job.settings.evaluate
     scorer, sandbox = evaluate.benchmarks[name].scorer, evaluate.sandbox
     limits = Limits(sandbox.timeout_s, sandbox.memory_mb << 20)
@@ -62,19 +63,23 @@ def _facts(job: Job, name: str, arms: Sequence[str]) -> dict[str, Any]:
     for arm, found in figures.items():
         found["lossless"] = lossless.get(arm)
     if scorer != "none":
-        facts["isolation"] = _add_scores(job, name, figures, _score_name(job, name))
+        facts["isolation"] = _add_scores(job, name, figures)
     return facts | {"arms": figures}
 
 
-def _score_name(job: Job, name: str) -> str:
-    """What the score is called; rows of several kinds give the weakest its name."""
-    return min({row.reference["score"] for row in scored_rows(job, name) if row.reference})
-
-
-def _add_scores(job: Job, name: str, figures: Mapping[str, dict[str, Any]], score: str) -> Any:
+def _add_scores(job: Job, name: str, figures: Mapping[str, dict[str, Any]]) -> Any:
+    """`score` over the rows that say what is right, `kept` (as plain decoding) over all; gives back what contained the programs."""
     found = json.loads(scores_file(job, name).read_bytes())
+    rows = {
+        row.key: row.reference["score"] for row in scored_rows(job, name) if row.reference and "score" in row.reference
+    }
+    plain = found["outcomes"][PLAIN]
     for arm, entry in figures.items():
-        entry["score"] = score_facts(score, found["outcomes"][arm], found["outcomes"][PLAIN], Bootstrap())
+        outcomes = found["outcomes"][arm]
+        if rows:  # of several kinds the weakest gives the score its name
+            ours, theirs = ({key: o for key, o in of.items() if key in rows} for of in (outcomes, plain))
+            entry["score"] = score_facts(min(rows.values()), ours, theirs, Bootstrap())
+        entry["kept"] = None if arm == PLAIN else kept_facts(outcomes, plain, Bootstrap())
     return found["isolation"]
 
 

@@ -15,7 +15,7 @@ from components.data.prompts import FAMILY_FIELDS, Message, Prompt, row_key
 from components.data.reasons import RowError
 from components.data.shapes import published_row
 from components.data.sources import SourceRow, blamed_on, read_source, source_identity
-from components.evaluation.scorers import NEEDS, reference_of
+from components.evaluation.scorers import plain_reference, reference_of
 from components.section import ConfigError
 from components.storage import Location
 
@@ -31,7 +31,7 @@ class BenchmarkRow:
     """The messages in pieces: the target answers after each."""
     tools: list[Message] | None
     reference: dict[str, str] | None
-    """What the scorer needs; None where the row cannot be scored."""
+    """What the scorer needs; None without a scorer."""
 
 
 _ROWS = TypeAdapter(list[BenchmarkRow])
@@ -41,7 +41,7 @@ def read_benchmark(name: str, config: BenchmarkConfig) -> list[BenchmarkRow]:
     """The rows of a benchmark, in the order of their keys: which are the first does not depend on the file's order.
 
     Raises:
-        ConfigError: no file, a row that is no prompt, or none that the scorer can judge.
+        ConfigError: no file, no row, or a row that is no prompt.
     """
     setting = f"evaluate.benchmarks.{name}"
     with blamed_on(f"{setting}.path"):
@@ -51,12 +51,6 @@ def read_benchmark(name: str, config: BenchmarkConfig) -> list[BenchmarkRow]:
     rows = rows[: config.max_prompts]
     if not rows:
         raise ConfigError(f"{setting}.path", f"{config.path} holds no row", "name a file with prompts")
-    if config.scorer != "none" and not any(row.reference for row in rows):
-        raise ConfigError(
-            f"{setting}.scorer",
-            f"no row of {config.path} has what {config.scorer} looks for ({NEEDS[config.scorer]})",
-            "add it to the rows, or set the scorer to none: acceptance is measured all the same",
-        )
     return rows
 
 
@@ -99,5 +93,6 @@ def _row(row: SourceRow, scorer: str, setting: str, seen: Counter[str]) -> Bench
     number = seen[key]
     seen[key] += 1
     family = next((value[field] for field in FAMILY_FIELDS if isinstance(value.get(field), str)), row.family)
-    reference = reference_of(scorer, value, asked.messages[-1]["content"])
+    last = asked.messages[-1]["content"]
+    reference = None if scorer == "none" else reference_of(scorer, value, last) or plain_reference(scorer, last)
     return BenchmarkRow(f"{prompt.content}-{number}", family, prompt.turns(), asked.tools, reference)

@@ -44,6 +44,12 @@ def mbpp_reference(row: Mapping[str, Any], prompt: str) -> dict[str, str] | None
     return _reference("pass@1", "", f"{setup}\n{tests}\n", "") if tests else None
 
 
+def code_alone(prompt: str) -> dict[str, str]:
+    """What an answer is run with where the row has no tests: the prompt, if it is the start of the program."""
+    function = _last_function(prompt)
+    return {"prompt": prompt if function else "", "tests": "", "entry_point": function.name if function else ""}
+
+
 def program_of(answer: str, reference: Mapping[str, str]) -> str:
     """The answer's code with the reference's tests behind it.
 

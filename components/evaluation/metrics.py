@@ -1,4 +1,7 @@
-"""An evaluation's facts as figures for MLflow, in its vocabulary: `eval/<arm>/<figure>` and `eval/<arm>/<task>/<figure>`."""
+"""An evaluation's facts as figures for MLflow, in its vocabulary: `eval/<arm>/<figure>` and `eval/<arm>/<task>/<figure>`.
+
+The candidate that went on is there twice, the second time as arm `chosen`: which of several it was differs between runs.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +17,9 @@ ARM_FIGURES = (
     "kv_capacity_tokens",
 )
 TASK_FIGURES = ("tokens_per_step", "coverage", "looped")
+CHOSEN = "chosen"
+BY_ARM = ("eval", "speed")
+"""Figures whose second part is an arm of the evaluation."""
 
 
 def metrics_of_evaluation(facts: Mapping[str, Any]) -> dict[str, float]:
@@ -33,13 +39,24 @@ def metrics_of_evaluation(facts: Mapping[str, Any]) -> dict[str, float]:
         for name, arm in arms.items():
             if not facts["arms"][name]["problems"] and not arm["problems"]:
                 figures |= _task_figures(f"eval/{name}/sampled_t{temperature}", arm)
+    figures = with_chosen(figures, facts["candidate"]["arm"])
     return {name: value for name, value in figures.items() if value is not None}
+
+
+def with_chosen(figures: Mapping[str, float | None], arm: str) -> dict[str, float | None]:
+    """The figures, and those of this arm under the name that all runs share."""
+    shared = {}
+    for name, value in figures.items():
+        kind, _, rest = name.partition("/")
+        if kind in BY_ARM and rest.startswith(f"{arm}/"):
+            shared[f"{kind}/{CHOSEN}/{rest.removeprefix(f'{arm}/')}"] = value
+    return {**figures, **shared}
 
 
 def _task_figures(prefix: str, arm: Mapping[str, Any]) -> dict[str, float | None]:
     figures = {f"{prefix}/{figure}": arm[figure] for figure in TASK_FIGURES}
-    for figure in ("al", "score"):
-        figures[f"{prefix}/{figure}"] = arm[figure]["estimate"] if arm[figure] else None
+    for figure in ("al", "score", "kept"):
+        figures[f"{prefix}/{figure}"] = arm[figure]["estimate"] if arm.get(figure) else None
     return figures | _bounds(prefix, arm["al"])
 
 

@@ -12,7 +12,7 @@ from components.evaluation.arms import baseline_arms, check_baselines, head_arm
 from components.evaluation.benchmarks import benchmark_identity, num_turns, read_benchmark, save_rows
 from components.evaluation.forecasts import ARM_START_S, forecast_evaluation, plan_evaluation, tokens_done
 from components.evaluation.job import Job
-from components.evaluation.metrics import metrics_of_evaluation
+from components.evaluation.metrics import CHOSEN, metrics_of_evaluation
 from components.evaluation.prompts import PREFLIGHT_PROMPTS, PREFLIGHT_TOKENS
 from components.evaluation.results import load_result
 from components.evaluation.summary import (
@@ -77,7 +77,7 @@ def preflight_stage(settings: Settings) -> Stage:
 def evaluation_stage(settings: Settings) -> Stage:
     """Measures every arm on real vLLM, one at a time, and compares them."""
     for name in settings.evaluate.baselines:
-        if name in (CHAMPION, CHALLENGER) or name.startswith(CANDIDATE):
+        if name in (CHAMPION, CHALLENGER, CHOSEN) or name.startswith(CANDIDATE):
             raise ConfigError(
                 f"evaluate.baselines.{name}", "the name is taken by the head", "give the baseline another name"
             )

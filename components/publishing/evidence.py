@@ -11,7 +11,7 @@ from typing import Any
 from components.config import Settings
 from components.evaluation.arms import head_arm
 from components.evaluation.gate import Verdict
-from components.evaluation.metrics import metrics_of_evaluation
+from components.evaluation.metrics import metrics_of_evaluation, with_chosen
 from components.speed.metrics import metrics_of_speed
 from components.stage import Artifact
 from components.target.resolve import BUNDLED_PREFIX
@@ -107,8 +107,10 @@ def metrics_of(evidence: Evidence) -> dict[str, float | None]:
     """The figures of a finished run in MLflow's vocabulary; what is undefined is None."""
     figures: dict[str, float | None] = {**metrics_of_evaluation(evidence.evaluation)}
     figures["eval/bigram/walked_al"] = evidence.evaluation["bigram_walked_al"]
-    figures[f"eval/{evidence.evaluation['candidate']['arm']}/walked_al"] = evidence.evaluation["walked"]["al"]
+    chosen = evidence.evaluation["candidate"]["arm"]
+    figures[f"eval/{chosen}/walked_al"] = evidence.evaluation["walked"]["al"]
     figures |= metrics_of_speed(evidence.speed)
+    figures = with_chosen(figures, chosen)
     for name, arm in evidence.ab["arms"].items():
         figures |= {f"ab/{name}/{key}": arm[key] for key in ("al", "requests", "errors")}
     for stage, rows in evidence.row_accounts():

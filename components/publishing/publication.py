@@ -1,4 +1,4 @@
-"""Publishing a judged head: the bundle, MLflow's run, the registered version and, last of all, the champion alias.
+"""Publishing a judged head: the bundle, MLflow's run, the registered version, the traffic and, last of all, the champion alias.
 
 Every step may be repeated: what is there and intact is kept, so a command that was killed anywhere does the rest when it is run again.
 """
@@ -21,11 +21,10 @@ from components.publishing import registry
 from components.publishing.bundle import HEAD_FILES, seal_bundle
 from components.publishing.card import model_card
 from components.publishing.evidence import Evidence, verdict_json
-from components.publishing.incumbent import Candidate
 from components.publishing.note import note
+from components.publishing.outcome import ServeAlone, settle, standing_sentence, verdict_sentence
 from components.publishing.plots import draw_plots
-from components.publishing.promotion import Promotion, promote
-from components.publishing.provenance import provenance
+from components.publishing.provenance import licences, provenance
 from components.publishing.registry import Registry
 from components.publishing.report import render_report
 from components.publishing.run_log import addresses, log_run, send_bundle
@@ -94,14 +93,22 @@ def build_bundle(evidence: Evidence, folder: Path) -> str:
     return seal_bundle(folder)
 
 
-def publish(evidence: Evidence, tracker: Tracker, heads: Registry, incumbent: int | None, folder: Path) -> Publication:
-    """Log, upload, register and, if the verdict and `publish.promote` say so, promote.
+def publish(
+    evidence: Evidence,
+    tracker: Tracker,
+    heads: Registry,
+    incumbent: int | None,
+    serve_alone: ServeAlone,
+    folder: Path,
+) -> Publication:
+    """Log, upload, register and, if the verdict and `publish.promote` say so, promote; the champion has all traffic then.
 
     Args:
         evidence: With the final verdict.
         tracker: The run that gets it all.
         heads: The registered model.
         incumbent: The version that the head was measured against.
+        serve_alone: Moves the endpoint's traffic.
         folder: Local folder for `bundle/`, `plots/`, `report.html`, `verdict.json`.
 
     Raises:
@@ -122,82 +129,51 @@ def publish(evidence: Evidence, tracker: Tracker, heads: Registry, incumbent: in
     version = registry.register_version(
         heads.client, heads.name, tracker.run_id, artifact_path, version_tags(evidence, digest, tracker), note(evidence)
     )
-    outcome = outcome_sentence(evidence, int(version.version), incumbent)
-    report = render_report(evidence, plots, outcome, addresses(evidence, tracker, int(version.version)))
-    (folder / "report.html").write_text(report)
-    for path, place in ((folder / "report.html", None), (folder / "verdict.json", None), (folder / "plots", "plots")):
-        tracker.log_artifact(path, place)
-    promotion = move_champion(evidence, heads, int(version.version), incumbent)
-    return _publication(heads, tracker, int(version.version), digest, bundle_uri, incumbent, promotion)
+    number = int(version.version)
+    where = addresses(evidence, tracker, number)
 
+    def log_report(*sentences: str) -> None:
+        (folder / "report.html").write_text(render_report(evidence, plots, " ".join(sentences), where))
+        tracker.log_artifact(folder / "report.html")
 
-def move_champion(evidence: Evidence, heads: Registry, version: int, incumbent: int | None) -> Promotion | None:
-    """Move the alias if it should move; None when it should not."""
-    if not (evidence.verdict.promote and evidence.settings.publish.promote):
-        return None
-    twin = champion_twin(evidence, heads)
-    if twin is not None and int(twin.version) != version:  # the same run's earlier bundle of this head
-        return Promotion(int(twin.version), incumbent, moved=False)
-    return promote(heads, version, incumbent)
-
-
-def champion_twin(evidence: Evidence, heads: Registry) -> ModelVersion | None:
-    """The champion, if it is this very head at this K."""
-    champion = registry.champion(heads.client, heads.name)
-    ours = Candidate(evidence.head_digest, evidence.num_speculative_tokens, evidence.target["digest"])
-    return champion if champion is not None and ours.is_served_by(champion) else None
+    meaning = verdict_sentence(evidence, number, incumbent)
+    log_report(meaning)
+    tracker.log_artifact(folder / "verdict.json")
+    tracker.log_artifact(folder / "plots", "plots")
+    standing = settle(evidence, heads, number, incumbent, serve_alone)
+    log_report(meaning, standing_sentence(standing))
+    return Publication(
+        version=number,
+        run_id=tracker.run_id,
+        bundle_sha256=digest,
+        bundle_uri=bundle_uri,
+        aliases=tuple(sorted(heads.client.get_model_version(heads.name, str(number)).aliases)),
+        champion=standing.champion,
+        replaced=incumbent,
+        moved=standing.moved,
+    )
 
 
 def version_tags(evidence: Evidence, bundle_sha256: str, tracker: Tracker) -> dict[str, str]:
     target, al = evidence.target, evidence.candidate["al"]
     measured = {registry.AL_TAG: str(al)} if al is not None and math.isfinite(al) else {}
-    return measured | {
-        registry.HEAD_DIGEST_TAG: evidence.head_digest,
-        registry.BUNDLE_SHA256_TAG: bundle_sha256,
-        registry.NUM_SPECULATIVE_TOKENS_TAG: str(evidence.num_speculative_tokens),
-        registry.TARGET_MODEL_TAG: target["model"],
-        registry.TARGET_REVISION_TAG: target["revision"],
-        registry.TARGET_DIGEST_TAG: target["digest"],
-        registry.VLLM_TAG: evidence.vllm_version,
-        registry.DATA_DIGEST_TAG: evidence.artifacts["features"].digest,
-        registry.GIT_TAG: git_commit() or "unknown",
-        registry.VERDICT_TAG: "promote" if evidence.verdict.promote else "refuse",
-        "aerie.run_key": tracker.run_key,
-    }
-
-
-def outcome_sentence(evidence: Evidence, version: int, incumbent: int | None) -> str:
-    """What the verdict means for the registry."""
-    name = evidence.settings.publish.name
-    place = "as the first champion" if incumbent is None else f"in place of version {incumbent}"
-    if not evidence.verdict.promote:
-        kept = "there is no champion yet" if incumbent is None else f"version {incumbent} stays champion"
-        failed = ", ".join(reason.check for reason in evidence.verdict.failures)
-        return f"Version {version} of {name} is a challenger only; {kept}. Failed: {failed}."
-    if not evidence.settings.publish.promote:
-        return f"Version {version} of {name} may serve {place}; publish.promote is off, so it stays a challenger."
-    return f"Version {version} of {name} serves {place}."
-
-
-def _publication(
-    heads: Registry,
-    tracker: Tracker,
-    version: int,
-    digest: str,
-    bundle_uri: str | None,
-    incumbent: int | None,
-    promotion: Promotion | None,
-) -> Publication:
-    champion = registry.champion(heads.client, heads.name)
-    return Publication(
-        version=version,
-        run_id=tracker.run_id,
-        bundle_sha256=digest,
-        bundle_uri=bundle_uri,
-        aliases=tuple(sorted(heads.client.get_model_version(heads.name, str(version)).aliases)),
-        champion=int(champion.version) if champion else None,
-        replaced=incumbent,
-        moved=promotion is not None and promotion.moved,
+    lineage = {f"{registry.LICENCE_TAG}{what}": licence for what, licence in licences(evidence).items()}
+    return (
+        measured
+        | lineage
+        | {
+            registry.HEAD_DIGEST_TAG: evidence.head_digest,
+            registry.BUNDLE_SHA256_TAG: bundle_sha256,
+            registry.NUM_SPECULATIVE_TOKENS_TAG: str(evidence.num_speculative_tokens),
+            registry.TARGET_MODEL_TAG: target["model"],
+            registry.TARGET_REVISION_TAG: target["revision"],
+            registry.TARGET_DIGEST_TAG: target["digest"],
+            registry.VLLM_TAG: evidence.vllm_version,
+            registry.DATA_DIGEST_TAG: evidence.artifacts["features"].digest,
+            registry.GIT_TAG: git_commit() or "unknown",
+            registry.VERDICT_TAG: "promote" if evidence.verdict.promote else "refuse",
+            "aerie.run_key": tracker.run_key,
+        }
     )
 
 

@@ -31,6 +31,8 @@ GIT_TAG = "aerie.git"
 AL_TAG = "aerie.al"
 VERDICT_TAG = "aerie.verdict"
 OVERRIDE_TAG = "aerie.promoted_in_spite_of_the_gate"
+LICENCE_TAG = "aerie.licence."
+"""With `target`, `prompts` or `head` behind it: the licence of what the head was made of, and what follows for the head."""
 REPRODUCED_TAG = "aerie.al_on_vllm."
 """With a vLLM's version behind it: the AL that a later regression check measured on that one."""
 

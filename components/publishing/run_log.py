@@ -64,7 +64,7 @@ def addresses(evidence: Evidence, tracker: Tracker, version: int) -> list[tuple[
     return [
         ("MLflow run", run_page(server, tracker.experiment_id, tracker.run_id)),
         ("MLflow model", f"{server}/#/models/{evidence.settings.publish.name}/versions/{version}"),
-        ("A/B endpoint", f"{evidence.ab['endpoint']}/v1"),
+        ("Endpoint", f"{evidence.ab['endpoint']}/v1"),
     ]
 
 

@@ -19,7 +19,8 @@ from components.publishing.bundle import HEAD_FILES, digest_of_sums
 from components.publishing.drafts import Drafts, find_drafts, without_paths
 from components.publishing.evidence import Evidence, metrics_of, verdict_json
 from components.publishing.incumbent import Candidate, describe, find_described, find_incumbent, store_head
-from components.publishing.publication import champion_twin, check_figures, check_twin, publish
+from components.publishing.outcome import ServeAlone, champion_twin
+from components.publishing.publication import check_figures, check_twin, publish
 from components.publishing.registry import CHALLENGER, CHAMPION, Registry
 from components.publishing.run_log import mlflow_errors
 from components.publishing.versions import warn_if_stale
@@ -110,15 +111,20 @@ def challenger_stage(settings: Settings) -> Stage:
     return _alias_stage(settings, CHALLENGER, "run pipelines/full.py to register a head, or name another model")
 
 
-def publish_stage(settings: Settings) -> Stage:
-    """Asks the gate, builds the bundle and the report, fills the MLflow run, registers and promotes."""
+def publish_stage(settings: Settings, serve_alone: ServeAlone) -> Stage:
+    """Asks the gate, builds the bundle and the report, fills the MLflow run, registers and promotes; the champion has all traffic then.
+
+    Args:
+        settings: The run's.
+        serve_alone: Gives a registered version, or plain decoding for None, all traffic of the endpoint.
+    """
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
         tracker = Tracker.of(settings)
         tracker.check()
         try:
             with mlflow_errors(settings.mlflow.tracking_uri):
-                outcome = _publish(settings, inputs, output, tracker)
+                outcome = _publish(settings, inputs, output, tracker, serve_alone)
         except BaseException:
             tracker.finish("FAILED")
             raise
@@ -169,7 +175,9 @@ def _alias_stage(settings: Settings, alias: str, fix: str, version: int | None =
     )
 
 
-def _publish(settings: Settings, inputs: Mapping[str, Artifact], output: Output, tracker: Tracker) -> Outcome:
+def _publish(
+    settings: Settings, inputs: Mapping[str, Artifact], output: Output, tracker: Tracker, serve_alone: ServeAlone
+) -> Outcome:
     heads = registry_of(settings, Location(output.location.uri.rsplit("/", 2)[0]))
     loads = under_load(inputs["speed"].facts)
     gate = evaluation_verdict(inputs["evaluation"], settings.publish.gate, loads)
@@ -179,7 +187,7 @@ def _publish(settings: Settings, inputs: Mapping[str, Artifact], output: Output,
     evidence = Evidence(settings, inputs, verdict)
     incumbent = inputs["incumbent"].facts["version"]
     with tempfile.TemporaryDirectory() as scratch:
-        publication = publish(evidence, tracker, heads, incumbent, Path(scratch))
+        publication = publish(evidence, tracker, heads, incumbent, serve_alone, Path(scratch))
         _keep(Path(scratch), output)
     return Outcome(
         {"verdict": "promote" if verdict.promote else "refuse", "name": settings.publish.name}

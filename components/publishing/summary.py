@@ -1,18 +1,20 @@
 """The end of a job: what was measured, what the gate says, where to look."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from components.evaluation.gate import Reason, Verdict
+from components.experiment.conduct import ask_health, live_weight
 from components.pipeline import Pipeline
 from components.publishing import tables
 from components.publishing.diagnosis import NOTHING, diagnose_outputs, diagnosis_tables
 from components.publishing.evidence import Evidence
-from components.publishing.registry import find_version
+from components.publishing.registry import CHAMPION, find_version, holder
 from components.publishing.run_log import mlflow_errors, run_page
 from components.publishing.tables import Table
 from components.section import ConfigError
@@ -24,7 +26,7 @@ LOG_WIDTH = 120
 
 
 def print_summary(pipeline: Pipeline, console: Console | None = None) -> None:
-    """Print the results of a finished job, from its manifests alone: a run that found everything done prints the same."""
+    """Print the results of a finished job from its manifests, the same when a run found everything done; and who is champion and serves now."""
     console = console or wide_console()
     publish = pipeline.artifacts.get("publish")
     if publish is None:
@@ -35,10 +37,13 @@ def print_summary(pipeline: Pipeline, console: Console | None = None) -> None:
     evaluation, ab = tables.arms_table(evidence.evaluation), tables.ab_table(evidence.ab)
     for table in (evaluation, ab, tables.verdict_table(evidence.verdict)):
         console.print(rich_table(table))
-    console.print(f"[bold]{verdict_line(publish)}[/bold]")
+    with mlflow_errors(pipeline.settings.mlflow.tracking_uri):
+        client, name = pipeline.tracker.client, publish.facts["name"]
+        version, champion = find_version(client, name, publish.facts["version"]), holder(client, name, CHAMPION)
+    console.print(f"[bold]{verdict_line(publish, version.aliases if version else (), champion)}[/bold]")
     if not pipeline.made:
         console.print("Everything was done already; nothing was written.")
-    _print_addresses(console, _addresses(pipeline, publish))
+    _print_addresses(console, _addresses(pipeline, publish, is_there=version is not None))
 
 
 def print_diagnosis(pipeline: Pipeline, console: Console | None = None) -> None:
@@ -69,34 +74,29 @@ def stored_verdict(publish: Artifact) -> Verdict:
     return Verdict(facts["promote"], tuple(Reason(**reason) for reason in facts["reasons"]))
 
 
-def verdict_line(publish: Artifact) -> str:
-    """One sentence: the verdict and what became of the version."""
+def verdict_line(publish: Artifact, aliases: Sequence[str], champion: int | None) -> str:
+    """One sentence: the verdict, and where the version stands in the registry now."""
     facts = publish.facts
     failed = ", ".join(reason.check for reason in stored_verdict(publish).failures)
-    champion = "none" if facts["champion"] is None else f"version {facts['champion']}"
+    now = "none" if champion is None else f"version {champion}"
     said = "promote" if facts["promote"] else f"refused ({failed})"
-    return f"Verdict: {said}. {facts['name']} version {facts['version']}: {_aliases(facts['aliases'])}; champion: {champion}."
+    held = ", ".join(sorted(aliases)) or "no alias"
+    return f"Verdict: {said}. {facts['name']} version {facts['version']}: {held}; champion: {now}."
 
 
-def _addresses(pipeline: Pipeline, publish: Artifact) -> list[tuple[str, str]]:
+def _addresses(pipeline: Pipeline, publish: Artifact, is_there: bool) -> list[tuple[str, str]]:
     facts, server = publish.facts, public_address(pipeline.settings.mlflow.tracking_uri)
+    gone = "" if is_there else " (no longer there: publish it again with --force publish)"  # MLflow was emptied since
     found = [
         ("MLflow", server),
         ("  this run", run_page(server, facts["experiment_id"], facts["run_id"])),
-        ("  this head", f"{server}/#/models/{facts['name']}/versions/{facts['version']}{_missing(pipeline, publish)}"),
+        ("  this head", f"{server}/#/models/{facts['name']}/versions/{facts['version']}{gone}"),
         ("Ray dashboard", _dashboard()),
-        ("A/B endpoint", _endpoint(pipeline)),
+        ("Endpoint", _endpoint(pipeline)),
         ("Report", publish.join("report.html").uri),
         ("Bundle", publish.join("bundle").uri),
     ]
     return [*found, ("  on S3", facts["bundle_uri"])] if facts["bundle_uri"] else found
-
-
-def _missing(pipeline: Pipeline, publish: Artifact) -> str:
-    """A warning when MLflow no longer has what was published: its database was emptied since."""
-    with mlflow_errors(pipeline.settings.mlflow.tracking_uri):
-        found = find_version(pipeline.tracker.client, publish.facts["name"], publish.facts["version"])
-    return "" if found is not None else " (no longer there: publish it again with --force publish)"
 
 
 def _dashboard() -> str:
@@ -106,12 +106,30 @@ def _dashboard() -> str:
 
 
 def _endpoint(pipeline: Pipeline) -> str:
-    address = f"{pipeline.artifacts['ab'].facts['endpoint']}/v1"
-    return address if pipeline.settings.ab.keep_serving else f"{address} (stopped: ab.keep_serving is off)"
+    """Its address, and who has its traffic at this moment."""
+    address = pipeline.artifacts["ab"].facts["endpoint"]
+    health = ask_health(address)
+    if health is None:
+        off = (
+            "ab.keep_serving is off"
+            if not pipeline.settings.ab.keep_serving
+            else "pipelines/serve.py brings the champion up"
+        )
+        return f"{address}/v1 (nothing answers there: {off})"
+    return f"{address}/v1 ({traffic(health)})"
 
 
-def _aliases(aliases: Sequence[str]) -> str:
-    return ", ".join(aliases) or "no alias"
+def traffic(health: Mapping[str, Any]) -> str:
+    """Which arms get new sessions, by what `/health` says: `all traffic to champion v2-0123abcd`."""
+    weights = {name: live_weight(health, name) for name in health["arms"]}
+    shown = {
+        name if (head := health["arms"][name]["head"]) == name else f"{name} {head}": weight / sum(weights.values())
+        for name, weight in weights.items()
+        if weight > 0
+    }
+    if len(shown) == 1:
+        return f"all traffic to {next(iter(shown))}"
+    return ", ".join(f"{share:.0%} to {name}" for name, share in shown.items()) or "no arm takes sessions"
 
 
 def wide_console() -> Console:

@@ -141,7 +141,10 @@ def ab_table(ab: Mapping[str, Any]) -> Table:
         for name, arm in ab["arms"].items()
     ]
     headers = ("arm", "head", "weight", "sessions", "requests", "errors", "output tokens", "AL", "accepted")
-    note = "Live answers keep serving's sampling settings; sessions stay with the arm that their key drew. AL [95% interval over sessions]."
+    note = (
+        "Live answers keep serving's sampling settings; sessions stay with the arm that their key drew. AL [95% interval over sessions]. "
+        "Weights are those of the test, and end with it."
+    )
     return Table("A/B traffic", headers, rows, note)
 
 

@@ -62,11 +62,14 @@ def _arm_row(name: str, arm: Mapping[str, Any]) -> tuple[str, ...]:
         estimate(arm["al"]),
         number(arm["tokens_per_step"]),
         percent(arm["coverage"]),
-        _score(arm.get("score")),
+        _score(arm),
         percent(arm.get("looped")),
         ", ".join(f"{reason} {count}" for reason, count in arm["finish_reasons"].items()) or UNDEFINED,
     )
 
 
-def _score(score: Mapping[str, Any] | None) -> str:
-    return UNDEFINED if score is None else f"{score['name']} {estimate(score, percent)}"
+def _score(arm: Mapping[str, Any]) -> str:
+    """What share is right, and what share comes to the same as plain decoding's answer."""
+    score, kept = arm.get("score"), arm.get("kept")
+    said = [f"{score['name']} {estimate(score, percent)}"] if score else []
+    return "; ".join([*said, f"as plain decoding {estimate(kept, percent)}"] if kept else said) or UNDEFINED

@@ -1,8 +1,6 @@
 """The `ab` stage: the new head and what it would replace, behind one endpoint, under replayed traffic."""
 
 import json
-import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,22 +18,22 @@ from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys, draft_label
 from components.section import ConfigError
 from components.serving.apps import ServedArm, Service
-from components.serving.deploy import deploy, teardown
 from components.serving.over_time import acceptance_over_time
 from components.serving.records import live_records
 from components.serving.replay import Session, make_sessions, replay
+from components.serving.trial import under_test
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.target.engine import engine_identity, has_gpu
 from components.target.stages import target_path
 from components.versions import installed_versions
 
-log = logging.getLogger("aerie")
-
 RECORDS = "requests.jsonl"
 SUMMARY = "ab.json"
 SESSIONS = "_sessions"
 """Records of the sessions that ended, while the stage runs."""
+WAS_UP = "_was_up.json"
+"""Whether an endpoint was up before the stage."""
 DEPLOYMENT_S = 120.0
 NOT_IDENTITY = {
     "host",
@@ -61,14 +59,8 @@ def ab_stage(settings: Settings) -> Stage:
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
         service = replace(ab_service(settings, inputs), records=live_records(settings, output.storage))
-        started = time.monotonic()
-        try:
-            address = deploy(service, allow_gap=True)  # a run of many hours does not end for want of room
-            log.info("ab: %s serves %s after %.0f s", address, _weights(service), time.monotonic() - started)
+        with under_test(service, output.join(WAS_UP)) as address:
             records = run_traffic(address, read_sessions(inputs["prompts"], settings), settings, output.location)
-        finally:
-            if not settings.ab.keep_serving:
-                teardown()
         return _publish(service, records, output)
 
     return Stage(
@@ -107,6 +99,11 @@ def ab_service(settings: Settings, inputs: Mapping[str, Artifact]) -> Service:
 def champion_arm(champion: Artifact, weight: float) -> ServedArm:
     """The registered champion as an arm; its responses name version and digest."""
     return registered_arm(CHAMPION, champion, weight)
+
+
+def plain_arm(weight: float) -> ServedArm:
+    """The target without speculation."""
+    return ServedArm(Arm(NONE, "none"), weight)
 
 
 def registered_arm(name: str, version: Artifact, weight: float) -> ServedArm:
@@ -180,7 +177,7 @@ def _other(settings: Settings, inputs: Mapping[str, Artifact], name: str, weight
 
 def _control(incumbent: Artifact, weight: float) -> ServedArm:
     if incumbent.facts.get("version") is None:
-        return ServedArm(Arm(NONE, "none"), weight)
+        return plain_arm(weight)
     return champion_arm(incumbent, weight)
 
 
@@ -203,10 +200,6 @@ def _publish(service: Service, records: Sequence[RequestRecord], output: Output)
         shown = {f"ab/{name}/{key}": figures[key] for key in ("al", "requests", "errors")}
         output.report({key: value for key, value in shown.items() if value is not None}, 0)
     return Outcome(facts)
-
-
-def _weights(service: Service) -> str:
-    return ", ".join(f"{served.name} {served.weight:.0%}" for served in service.arms)
 
 
 def _plan(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -71,6 +72,13 @@ class Project:
         process.send_signal(signal.SIGKILL)
         process.wait()
         return log_path.read_text()
+
+    def arms(self) -> dict[str, dict[str, Any]] | None:
+        """What the endpoint says of its arms; None where nothing answers."""
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.port}/health", trust_env=False, timeout=30).json()["arms"]
+        except httpx.TransportError:
+            return None
 
     def manifests(self, stage: str) -> list[dict[str, Any]]:
         """The stage's finished outputs, oldest first."""

@@ -1,16 +1,25 @@
-"""The whole job on a tiny target whose next token is a known permutation, on real Ray, vLLM, Serve and MLflow."""
+"""The whole job on a tiny target whose next token is a known permutation, on real Ray, vLLM, Serve and MLflow.
+
+The endpoint stays up from the first run to the last; who has its traffic must be who the registry, the report and the printed table say.
+"""
 
 import json
 import os
 import re
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
+from components.serving.deploy import teardown
+from components.serving.listing import connect
 from tests.cluster import BIN, RayHead
 from tests.conftest import free_port
 from tests.pipelines.runs import ROOT, Project, make_project
@@ -29,12 +38,13 @@ def project(
     tmp_path_factory: pytest.TempPathFactory,
     ray_cluster: RayHead,
     mlflow_server: str,
-) -> Project:
+) -> Iterator[Project]:
     folder = tmp_path_factory.mktemp("full")
     target = folder / "target"
     make_permutation_llama(target, layers=NUM_LAYERS)
     server = (ray_cluster.environment, mlflow_server, free_port())
-    return make_project(folder, target, *server, evaluate={"candidates": 2})
+    yield make_project(folder, target, *server, evaluate={"candidates": 2}, ab={"keep_serving": True})
+    teardown()
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +81,54 @@ def test_the_two_best_checkpoints_are_measured_and_the_better_one_goes_on(projec
     chosen = facts["candidate"]
     assert lengths[chosen["arm"]] == max(lengths.values())
     assert (chosen["place"], chosen["chosen_among"]) == (places[chosen["arm"]], 2)
+
+
+def test_whoever_is_champion_has_all_traffic_and_report_and_table_say_so(
+    project: Project, first_run: str, mlflow_server: str
+) -> None:
+    promoted = read_verdict(project)["promote"]
+    label = served_alone(project, "champion" if promoted else "none")
+    assert label.startswith("v1-") if promoted else label == "none"
+    html = (project.output("publish") / "report.html").read_text()
+    said = "Version 1 is the champion; all traffic of the endpoint goes to it."
+    assert (said if promoted else "There is no champion; all traffic of the endpoint goes to plain decoding.") in html
+    shown = f"champion {label}" if promoted else "none"
+    assert f"http://127.0.0.1:{project.port}/v1 (all traffic to {shown})" in first_run
+
+
+def served_alone(project: Project, name: str) -> str:
+    """The label of the only arm's head; no other engine is up."""
+    arms = project.arms()
+    assert arms is not None
+    assert {arm: told["state"] for arm, told in arms.items()} == {name: "serving"}
+    assert arms[name]["weight"] == 1.0
+    live = connect().get_serve_details()["applications"]
+    assert sum("-arm-" in app and told["status"] != "DELETING" for app, told in live.items()) == 1
+    return arms[name]["head"]
+
+
+@contextmanager
+def asked_all_the_time(project: Project, target: str) -> Iterator[list[int]]:
+    """The status of every answer to somebody who asks on and on while the block runs; 0 for none."""
+    statuses: list[int] = []
+    end = threading.Event()
+    body = {"model": target, "prompt": "Hello", "max_tokens": 2}
+
+    def ask() -> None:
+        while not end.wait(0.5):
+            try:
+                address = f"http://127.0.0.1:{project.port}/v1/completions"
+                statuses.append(httpx.post(address, json=body, trust_env=False, timeout=300).status_code)
+            except httpx.TransportError:
+                statuses.append(0)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield statuses
+    finally:
+        end.set()
+        thread.join()
 
 
 def read_verdict(project: Project) -> dict[str, Any]:
@@ -159,9 +217,16 @@ def test_equal_head_with_a_larger_k_does_not_replace_the_champion(
         "evaluate.candidates=1",
         f"evaluate.num_speculative_tokens={K + 1}",
         "publish.gate.min_effect=0.1",
+        "ab.arms.ngram=0.25",
     ]
-    done = project.run(*(word for setting in settings for word in ("--set", setting)))
+    with asked_all_the_time(project, "target") as statuses:
+        done = project.run(*(word for setting in settings for word in ("--set", setting)))
     assert done.returncode == 0, done.stdout[-6000:]
+    assert set(statuses) == {200}, "a live endpoint is not interrupted"
+    assert served_alone(project, "champion").startswith("v1-")
+    arms = project.manifests("ab")[-1]["facts"]["arms"]
+    assert list(arms) == ["champion", "challenger", "ngram"]
+    assert all(arm["drafted"] >= arm["rounds"] > arm["errors"] == 0 for arm in arms.values()), arms
     verdict = read_verdict(project)
     assert verdict["promote"] is False
     assert f"acceptance length at K={K}" in {r["check"] for r in verdict["reasons"] if not r["passed"]}

@@ -48,6 +48,7 @@ def test_killed_in_every_stage_the_same_command_goes_on(project: Project) -> Non
     assert last.returncode == 0, last.stdout[-6000:]
     assert_untouched(project, finished)
     assert_rows_once(project)
+    assert project.arms() is None, "ab.keep_serving is off"
 
 
 def test_a_stream_killed_within_an_epoch_ends_in_the_head_of_stored_features(project: Project) -> None:

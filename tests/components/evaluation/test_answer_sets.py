@@ -134,6 +134,7 @@ def test_scores_stand_beside_plain_decodings_and_turns_are_joined(job: Job) -> N
     assert code["none"]["score"]["name"] == "docstring examples"
     assert (code["none"]["score"]["estimate"], code["ngram"]["score"]["estimate"]) == (1.0, 0.0)
     assert code["ngram"]["score"]["against_none"]["estimate"] == -1.0
+    assert (code["none"]["kept"], code["ngram"]["kept"]["estimate"]) == (None, 0.0)
     assert code["ngram"]["lossless"]["faults"] == 1  # another answer that no rounding explains
     assert code["none"]["lossless"] is None
     assert (chat["ngram"]["requests"], facts["chat_turns"]["num_prompts"]) == (2, 1)

@@ -43,6 +43,18 @@ def test_rows_are_read_as_their_authors_publish_them(tmp_path: Path, scorer: Any
     assert found.reference
 
 
+@pytest.mark.parametrize(
+    ("scorer", "asked"), [("gsm8k", "How much?"), ("mbpp", "Double it."), ("humaneval", "def f(x):\n  pass")]
+)
+def test_rows_without_a_reference_have_no_score_and_are_compared_with_plain_decoding(
+    tmp_path: Path, scorer: Any, asked: str
+) -> None:
+    (found,) = read_benchmark("b", BenchmarkConfig(path=write(tmp_path / "b.jsonl", {"prompt": asked}), scorer=scorer))
+
+    assert found.reference is not None
+    assert "score" not in found.reference
+
+
 def test_a_conversation_is_asked_in_turns(tmp_path: Path) -> None:
     rows = read_benchmark("b", BenchmarkConfig(path=write(tmp_path / "b.jsonl", TWO_TURNS, PLAIN)))
 
@@ -67,7 +79,6 @@ def test_the_cap_takes_the_same_rows_whatever_the_files_order_and_equal_rows_sta
 @pytest.mark.parametrize(
     ("rows", "scorer", "message"),
     [
-        ([PLAIN], "gsm8k", r"benchmarks\.b\.scorer: no row of .* has what gsm8k looks for .*set the scorer to none"),
         ([], "none", r"benchmarks\.b\.path: .* holds no row"),
         ([PLAIN, {"nothing": 1}], "none", r"benchmarks\.b\.path: .*b\.jsonl:2 is no prompt"),
     ],

@@ -1,6 +1,14 @@
 from components.evaluation.code_answers import code_in, humaneval_reference, mbpp_reference, program_of
 from components.evaluation.sandbox import Limits, run_programs
-from components.evaluation.scorers import Question, judge, last_number, reference_of, score_facts
+from components.evaluation.scorers import (
+    Question,
+    judge,
+    kept_facts,
+    last_number,
+    plain_reference,
+    reference_of,
+    score_facts,
+)
 from components.evaluation.statistics import Bootstrap
 
 PROMPT = '''from typing import List
@@ -117,3 +125,39 @@ def test_few_prompts_have_a_score_and_no_interval() -> None:
     facts = score_facts("exact match", {"a": "passed"}, {"a": "passed"}, Bootstrap())
     assert facts is not None
     assert (facts["estimate"], facts["low"], facts["high"]) == (1.0, None, None)
+
+
+def test_without_references_the_last_number_is_compared_with_plain_decodings() -> None:
+    def outcomes(*answers: str) -> dict[str, str]:
+        questions = [Question(str(i), text, plain_reference("gsm8k", "How much?")) for i, text in enumerate(answers)]
+        return judge("gsm8k", questions, Limits(), 1)
+
+    plain = outcomes("It is 18.", "So 1,200.", "I cannot say.", "7")
+
+    facts = kept_facts(outcomes("2 * 9 = 18", "It is 1200.0", "3", "no number"), plain, Bootstrap())
+
+    assert facts is not None
+    assert (facts["num_prompts"], facts["estimate"]) == (3, 2 / 3)  # the third has no number to keep
+    assert kept_facts(plain, {}, Bootstrap()) is None
+
+
+def test_without_tests_code_is_compared_by_whether_it_runs() -> None:
+    prompt = "def twice(x):\n    '''No example.'''\n"
+
+    def outcomes(*answers: str) -> dict[str, str]:
+        questions = [Question(str(i), a, plain_reference("humaneval", prompt)) for i, a in enumerate(answers)]
+        return judge("humaneval", questions, Limits(), 2)
+
+    plain = outcomes("    return x * 2\n", "```python\ndef twice(x):\n    return 2 * x\n```", "    return (")
+
+    assert plain == {"0": "passed", "1": "passed", "2": "failed"}
+    facts = kept_facts(outcomes("    return x + x\n", "    return [", "I cannot."), plain, Bootstrap())
+    assert facts is not None
+    assert facts["estimate"] == 2 / 3
+
+
+def test_prose_is_no_start_of_a_program() -> None:
+    (outcome,) = judge(
+        "mbpp", [Question("0", "```\ndef f():\n    return 1\n```", plain_reference("mbpp", "Write f."))], Limits(), 1
+    ).values()
+    assert outcome == "passed"

@@ -23,6 +23,7 @@ from components.evaluation.stages import candidate_heads
 from components.evaluation.summary import HeadIdentity, choose, needed_arms, summarise, write_summary
 from components.pipeline import Pipeline
 from components.publishing.bundle import head_digest
+from components.publishing.outcome import ServeAlone
 from components.publishing.stages import incumbent_stage, publish_stage
 from components.rows import RowAccount
 from components.speed.stages import speed_stage
@@ -35,7 +36,10 @@ FAMILIES = ("explanation", "rewriting")
 NUM_PROMPTS = 12
 ROUNDS = 20
 PLAIN_TOKENS_PER_S = 20.0
+ENDPOINT = "http://127.0.0.1:9"
+"""Nothing answers there."""
 NO_EVENT: Callable[[str], None] = lambda stage: None  # noqa: E731
+NO_ENDPOINT: ServeAlone = lambda version: False  # noqa: E731
 
 Inputs = Mapping[str, Artifact]
 
@@ -47,6 +51,7 @@ def rehearse(
     quality: float = 0.5,
     on_stage: Callable[[str], None] = NO_EVENT,
     target_digest: str = TARGET_DIGEST,
+    serve_alone: ServeAlone = NO_ENDPOINT,
 ) -> Pipeline:
     """A pipeline ready to run.
 
@@ -57,14 +62,19 @@ def rehearse(
         quality: Chance of each draft token of the new head; what its weights are made of.
         on_stage: Called with the name of each stage that runs, before it writes.
         target_digest: Of the target.
+        serve_alone: The endpoint, as the publication sees it.
     """
     settings = load_settings(None, None, [f"mlflow.tracking_uri={server}", f"storage.uri={folder}", *overrides])
-    stages = rehearsed_stages(settings, quality, on_stage, target_digest)
+    stages = rehearsed_stages(settings, quality, on_stage, target_digest, serve_alone)
     return Pipeline(stages, settings, Location(str(folder)), Tracker.of(settings))
 
 
 def rehearsed_stages(
-    settings: Settings, quality: float, on_stage: Callable[[str], None], target_digest: str
+    settings: Settings,
+    quality: float,
+    on_stage: Callable[[str], None],
+    target_digest: str,
+    serve_alone: ServeAlone,
 ) -> Sequence[Stage]:
     def write(name: str, files: Mapping[str, str], facts: Mapping[str, Any], rows: RowAccount | None = None) -> Stage:
         def run(inputs: Inputs, output: Output) -> Outcome:
@@ -93,7 +103,7 @@ def rehearsed_stages(
         evaluation_stage(settings, on_stage),
         speed_stage(settings),  # left out
         ab_stage(settings, on_stage),
-        publish_stage(settings),
+        publish_stage(settings, serve_alone),
     ]
 
 
@@ -207,7 +217,7 @@ def ab_stage(settings: Settings, on_stage: Callable[[str], None]) -> Stage:
         }
         facts = {
             "salt": settings.ab.salt,
-            "endpoint": "http://127.0.0.1:8000",
+            "endpoint": ENDPOINT,
             "requests": 4,
             "errors": 0,
             "arms": arms,

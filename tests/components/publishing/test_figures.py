@@ -14,7 +14,8 @@ from components.publishing.publication import PROMPTS, build_bundle
 from components.publishing.report import render_report
 from components.publishing.speed_plots import over_concurrency, over_k
 from components.publishing.speed_tables import recommended_table, speed_tables
-from components.publishing.task_tables import task_tables
+from components.publishing.summary import traffic
+from components.publishing.task_tables import task_table, task_tables
 from tests.components.publishing.by_hand import evidence_by_hand, point, speed_facts, write
 from tests.components.publishing.rehearsal import write_head
 
@@ -194,3 +195,40 @@ def test_an_arm_that_is_not_valid_has_no_bounds_in_mlflow(evidence: Evidence) ->
         for name in metrics_of(evidence)
         if name.endswith(("candidate/al_low", "code_editing/al_low")) and "candidate" in name
     ]
+
+
+@pytest.mark.parametrize(
+    ("arms", "said"),
+    [
+        ({"champion": (1.0, "v2-0123")}, "all traffic to champion v2-0123"),
+        ({"none": (1.0, "none"), "challenger": (0.0, "4567")}, "all traffic to none"),
+        (
+            {"champion": (0.6, "v1-89ab"), "challenger": (0.2, "4567")},
+            "75% to champion v1-89ab, 25% to challenger 4567",
+        ),
+        ({"none": (0.0, "none")}, "no arm takes sessions"),
+    ],
+)
+def test_the_summary_says_who_has_the_traffic_now(arms: dict[str, tuple[float, str]], said: str) -> None:
+    told = {name: {"weight": weight, "head": head, "state": "serving"} for name, (weight, head) in arms.items()}
+    assert traffic({"arms": told}) == said
+
+
+def test_a_paused_arm_has_no_traffic() -> None:
+    told = {"weight": 0.5, "head": "v1-89ab"}
+    health = {"arms": {"champion": told | {"state": "serving"}, "challenger": told | {"state": "paused"}}}
+    assert traffic(health) == "all traffic to champion v1-89ab"
+
+
+def test_a_score_stands_beside_what_was_kept_of_plain_decodings_answers() -> None:
+    share = {"estimate": 0.5, "low": None, "high": None}
+    figures = {"al": None, "tokens_per_step": 1.0, "coverage": None, "looped": None, "finish_reasons": {}}
+    scores = [
+        {"score": {"name": "pass@1"} | share, "kept": share},
+        {"score": None, "kept": share},
+        {"score": {"name": "pass@1"} | share},
+        {"score": None, "kept": None},
+    ]
+    arms = {str(number): figures | found for number, found in enumerate(scores)}
+    shown = [row[4] for row in task_table("sums", {"num_prompts": 2, "arms": arms}).rows]
+    assert shown == ["pass@1 50.0%; as plain decoding 50.0%", "as plain decoding 50.0%", "pass@1 50.0%", "–"]

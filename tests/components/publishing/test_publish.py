@@ -1,5 +1,6 @@
 """Publishing on a real MLflow server: promotion, no-ops, refusals, crashes in the middle, a champion that changed meanwhile."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from components.publishing.stages import champion_stage, registry_of
 from components.publishing.summary import print_summary
 from components.section import ConfigError
 from components.stage import run_stage
-from tests.components.publishing.rehearsal import rehearse
+from tests.components.publishing.rehearsal import ENDPOINT, rehearse
 from tests.conftest import project_environment
 
 DIE_AT = """
@@ -58,6 +59,22 @@ def run(folder: Path, server: str, *overrides: str, **how: Any) -> Pipeline:
     return pipeline
 
 
+class Endpoint:
+    """Notes what the publication puts behind it, and who was champion at that moment."""
+
+    def __init__(self, client: MlflowClient, name: str) -> None:
+        self.client, self.name = client, name
+        self.moves: list[tuple[int | None, int | None]] = []
+
+    def __call__(self, version: int | None) -> bool:
+        self.moves.append((version, registry.holder(self.client, self.name, registry.CHAMPION)))
+        return True
+
+
+def report(pipeline: Pipeline) -> str:
+    return pipeline.artifacts["publish"].join("report.html").read_bytes().decode()
+
+
 def facts(pipeline: Pipeline) -> Mapping[str, Any]:
     return pipeline.artifacts["publish"].facts
 
@@ -84,6 +101,9 @@ def test_the_first_head_is_promoted_and_alias_digest_and_download_agree(
     assert version.tags["aerie.num_speculative_tokens"] == "3"
     assert version.tags["aerie.target_digest"] == "d" * 64
     assert version.tags["aerie.data_digest"] == done.artifacts["features"].digest
+    lineage = {key.removeprefix("aerie.licence."): v for key, v in version.tags.items() if "licence" in key}
+    assert lineage == json.loads((downloaded / "provenance.json").read_text())["licences"]
+    assert lineage["target"] == "apache-2.0"
 
 
 def test_the_run_holds_figures_curves_plots_and_the_report(
@@ -123,9 +143,13 @@ def test_the_same_job_again_writes_nothing_though_it_became_the_champion(
 def test_a_better_head_replaces_the_champion_and_rollback_gives_it_back(
     tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
 ) -> None:
-    run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.4)
-    better = run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.8)
+    endpoint = Endpoint(client, name)
+    first = run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.4, serve_alone=endpoint)
+    better = run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.8, serve_alone=endpoint)
     assert facts(better)["verdict"] == "promote", facts(better)["reasons"]
+    assert endpoint.moves == [(1, None), (2, 1)], "traffic moves to the new head, and then the alias"
+    for number, done in enumerate((first, better), 1):
+        assert f"Version {number} is the champion; all traffic of the endpoint goes to it." in report(done)
     assert aliases(client, name) == {"champion": "2", "challenger": "2", "previous": "1"}
     assert better.artifacts["incumbent"].facts["version"] == 1
     assert run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.8).made == []
@@ -143,6 +167,10 @@ def test_the_best_of_several_candidates_is_published_and_its_job_stays_a_no_op(
     overrides = [f"publish.name={name}", "evaluate.candidates=3"]
     first = run(tmp_path, mlflow_server, *overrides, quality=0.4)
     assert facts(first)["verdict"] == "promote", facts(first)["reasons"]
+    logged = client.get_run(facts(first)["run_id"]).data.metrics
+    ours = {name.removeprefix("eval/candidate_3/"): v for name, v in logged.items() if "/candidate_3/" in name}
+    assert {"al", "walked_al", "accepted_at_1"} <= ours.keys()
+    assert ours == {name.removeprefix("eval/chosen/"): v for name, v in logged.items() if "/chosen/" in name}
     chosen = first.artifacts["evaluation"].facts["candidate"]
     assert (chosen["arm"], chosen["place"], chosen["chosen_among"]) == ("candidate_3", "candidates/3", 3)
     assert set(first.artifacts["evaluation"].facts["arms"]) >= {"candidate", "candidate_2", "candidate_3"}
@@ -176,7 +204,12 @@ def test_what_is_not_better_is_a_challenger_only(
     failed: str,
 ) -> None:
     run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.6)
-    refused = run(tmp_path, mlflow_server, f"publish.name={name}", *overrides, quality=quality)
+    endpoint = Endpoint(client, name)
+    refused = run(tmp_path, mlflow_server, f"publish.name={name}", *overrides, quality=quality, serve_alone=endpoint)
+    assert endpoint.moves == [(1, 1)], "the champion alone"
+    assert "Version 2 of" in report(refused)
+    assert "is a challenger only." in report(refused)
+    assert "Version 1 is the champion; all traffic of the endpoint goes to it." in report(refused)
     assert facts(refused)["verdict"] == "refuse"
     assert failed in [reason["check"] for reason in facts(refused)["reasons"] if not reason["passed"]]
     assert aliases(client, name) == {"champion": "1", "challenger": "2"}
@@ -186,8 +219,11 @@ def test_what_is_not_better_is_a_challenger_only(
 def test_promote_off_registers_and_leaves_the_champion(
     tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
 ) -> None:
-    done = run(tmp_path, mlflow_server, f"publish.name={name}", "publish.promote=false")
+    endpoint = Endpoint(client, name)
+    done = run(tmp_path, mlflow_server, f"publish.name={name}", "publish.promote=false", serve_alone=endpoint)
     assert facts(done)["verdict"] == "promote"
+    assert endpoint.moves == [(None, None)], "plain decoding alone"
+    assert "There is no champion; all traffic of the endpoint goes to plain decoding." in report(done)
     assert aliases(client, name) == {"challenger": "1"}
 
 
@@ -221,10 +257,14 @@ def test_a_champion_that_changed_meanwhile_stops_the_promotion_and_the_next_run_
         if stage == "ab":
             client.set_registered_model_alias(name, "champion", "2")
 
-    late = rehearse(tmp_path, mlflow_server, f"publish.name={name}", quality=0.8, on_stage=interfere)
+    endpoint = Endpoint(client, name)
+    late = rehearse(
+        tmp_path, mlflow_server, f"publish.name={name}", quality=0.8, on_stage=interfere, serve_alone=endpoint
+    )
     with pytest.raises(ChampionChanged, match=r"was version 1 .* is version 2 now; repeat the command"):
         late.run(Selection())
     assert aliases(client, name)["champion"] == "2"
+    assert endpoint.moves == []
     done = run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.8)
     assert done.artifacts["incumbent"].facts["version"] == 2
     assert aliases(client, name) == {"champion": str(facts(done)["version"]), "previous": "2", "challenger": "4"}
@@ -272,7 +312,7 @@ def test_the_summary_is_the_same_after_a_no_op(tmp_path: Path, mlflow_server: st
     assert f"Verdict: promote. {name} version 1: challenger, champion; champion: version 1." in text
     assert f"{mlflow_server}/#/models/{name}/versions/1 " in text
     assert "no longer there" not in text
-    assert "http://127.0.0.1:8000/v1" in text
+    assert f"{ENDPOINT}/v1 (nothing answers there" in text
     assert "bigram table (walked)" in text
 
 

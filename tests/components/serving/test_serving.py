@@ -192,7 +192,7 @@ def test_the_stage_measures_each_arm_and_takes_up_where_it_was(deployed, client,
     folder = tmp_path / "ab" / "f"
     output = Output("ab", Location(str(folder)), "f", lambda figures, step: reported.update(figures))
     stage = ab_stage(deployed.settings)
-    before = figures(client)
+    before, engines = figures(client), arm_processes()
     facts = stage.run(deployed.inputs, output).facts
     text = (folder / "requests.jsonl").read_text()
     records = [RequestRecord(**json.loads(line)) for line in text.splitlines()]
@@ -207,6 +207,8 @@ def test_the_stage_measures_each_arm_and_takes_up_where_it_was(deployed, client,
     assert reported["ab/challenger/al"] == ours["al"]
     assert "bread" not in text
     check_live_figures(tmp_path / "live", facts["arms"], before, figures(client))
+    weights = {name: arm["weight"] for name, arm in client.get("/health").json()["arms"].items()}
+    assert weights == {"none": 1.0, "challenger": 0.0}, "nobody has judged the challenger yet"
 
     kept = {path: path.stat().st_mtime_ns for path in (folder / "_sessions").iterdir()}
     lost = sorted(kept)[0]
@@ -215,6 +217,17 @@ def test_the_stage_measures_each_arm_and_takes_up_where_it_was(deployed, client,
     assert (again["requests"], again["arms"]["none"]["sessions"]) == (12, plain["sessions"])
     after = {path: path.stat().st_mtime_ns for path in (folder / "_sessions").iterdir()}
     assert {path for path in kept if kept[path] != after[path]} == {lost}
+    deploy(deployed.service)
+    assert arm_processes() == engines
+
+
+def test_the_stage_leaves_another_models_endpoint_alone(deployed, client, tmp_path):
+    target = deployed.settings.target.model_copy(update={"model": str(tmp_path / "another-model")})
+    stage = ab_stage(deployed.settings.model_copy(update={"target": target}))
+    before = client.get("/health").json()
+    with pytest.raises(ConfigError, match=r"target\.model: the endpoint .* serves target, .* lose it to another-model"):
+        stage.run(deployed.inputs, Output("ab", Location(str(tmp_path)), "f", lambda figures, step: None))
+    assert client.get("/health").json() == before
 
 
 def check_live_figures(folder, arms, before, after):
