@@ -48,10 +48,8 @@ def conduct(
     monitor = Monitor(arms, journal.shares, policy)
     follower = Follower(records, journal.plan.started_at, heads)
     while True:
-        asked_at, said = (
-            time.time(),
-            health(),
-        )  # before the records are read: of what it no longer counts as running none is missing
+        asked_at = time.time()
+        said = health()  # before the records are read: of what it no longer counts as running none is missing
         with _outages_logged():
             note_weights(journal, arms, said)
         monitor.add(follower.new())

@@ -95,9 +95,8 @@ def decide(journal: Journal | None, plan: Plan, pair: Pair, storage: Location) -
     """The journal with its decision; serves both heads until there is one."""
     if journal is None:
         pair.begin(goes_on=False)
-        journal = open_journal(
-            storage, replace(plan, started_at=time.time())
-        )  # what came while engines started is no part of it
+        # what came while engines started is no part of it
+        journal = open_journal(storage, replace(plan, started_at=time.time()))
     elif journal.decided() is None or (journal.decided() == Action.PROMOTE and served_routing() is None):
         pair.begin(goes_on=True)
     if journal.decided() is None:
