@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from components.experiment.monitor import Arms
 from components.experiment.policy import Action, Decision
 from components.experiment.table import findings_line, findings_table
 from components.section import ConfigError
-from components.serving.records import RecordWriter
+from components.serving.records import RecordWriter, encode_records
 from components.storage import Location
-from tests.components.experiment.records import CHALLENGER, CONTROL, EPOCH, live_traffic
+from tests.components.experiment.records import CHALLENGER, CONTROL, EPOCH, live_record, live_traffic
 
 ARMS = Arms(CHALLENGER, CONTROL)
 POLICY = ExperimentConfig(min_sessions=40, max_requests=400, session_idle_s=0.3, poll_s=0.05)
@@ -85,6 +86,31 @@ def test_an_interrupted_experiment_goes_on_where_it_was(tmp_path):
     decision, monitor = conduct(again, ARMS, records, lambda: HEALTH, lambda found, made: None)
     assert decision.action == Action.PROMOTE
     assert monitor.ledger.requests > 300
+
+
+def test_only_its_heads_traffic_counts_once_nothing_that_began_before_is_missing(tmp_path):
+    storage, records = Location(str(tmp_path)), Location(str(tmp_path / "live"))
+    began, heads = time.time() - 30, {CHALLENGER: "v2-b", CONTROL: "v1-a"}
+    rows = []
+    for i in range(20):
+        row = live_record(f"s{i}", i % 2 == 0, started_at=began + i, duration_s=0.1)
+        rows += [
+            replace(row, head=heads[row.arm], assigned_head=heads[row.arm]),
+            replace(row, session=f"another-{i}", head="v9-z", assigned_head="v9-z"),
+        ]
+    records.join(f"{datetime.fromtimestamp(began, UTC):%Y-%m-%d}", "a.jsonl").write_bytes(encode_records(rows))
+    said = iter([HEALTH | {"oldest_running_at": began + 9.5}, None, HEALTH | {"oldest_running_at": None}])
+    found = []
+
+    def look(findings, decision):
+        found.append(findings.requests)
+        if len(found) == 3:
+            raise Interrupted
+
+    journal = open_journal(storage, plan(began, POLICY.model_copy(update={"session_idle_s": 600.0})))
+    with pytest.raises(Interrupted):
+        conduct(journal, ARMS, records, lambda: next(said), look, heads)
+    assert found == [10, 10, 20]
 
 
 def told(**states):
