@@ -112,6 +112,8 @@ class Users:
             share = weights.get(CHALLENGER, 0.0) / total if total else 0.0
             now = time.time()
             for record in live_traffic(rng, 10, self.effect, share, first=num, weight_epoch=epoch):
-                writer.add(replace(record, started_at=now, duration_s=record.duration_s * 1e-3))
+                head = routing.arms[record.arm].head
+                times = {"started_at": now, "duration_s": record.duration_s * 1e-3}
+                writer.add(replace(record, head=head, assigned_head=head, **times))
             num += 10
         writer.close()
