@@ -108,8 +108,9 @@ class Users:
                 continue
             routing = self.serve.routing
             weights, epoch = routing.weights, routing.weight_epoch
-            total = sum(weights.values())
-            share = weights.get(CHALLENGER, 0.0) / total if total else 0.0
+            if not any(weights.values()):
+                continue  # nobody answers yet
+            share = weights.get(CHALLENGER, 0.0) / sum(weights.values())
             now = time.time()
             for record in live_traffic(rng, 10, self.effect, share, first=num, weight_epoch=epoch):
                 head = routing.arms[record.arm].head
