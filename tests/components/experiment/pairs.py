@@ -108,10 +108,13 @@ class Users:
                 continue
             routing = self.serve.routing
             weights, epoch = routing.weights, routing.weight_epoch
-            total = sum(weights.values())
-            share = weights.get(CHALLENGER, 0.0) / total if total else 0.0
+            if not any(weights.values()):
+                continue  # nobody answers yet
+            share = weights.get(CHALLENGER, 0.0) / sum(weights.values())
             now = time.time()
             for record in live_traffic(rng, 10, self.effect, share, first=num, weight_epoch=epoch):
-                writer.add(replace(record, started_at=now, duration_s=record.duration_s * 1e-3))
+                head = routing.arms[record.arm].head
+                times = {"started_at": now, "duration_s": record.duration_s * 1e-3}
+                writer.add(replace(record, head=head, assigned_head=head, **times))
             num += 10
         writer.close()
