@@ -85,10 +85,10 @@ def make_arms(folder: Path, target: Path) -> list[tuple[Path, Arm]]:
         (target, Arm("none", "none")),
         (target, Arm("ngram", "ngram", K, None, LOOKUP)),
         (target, Arm("draft_model", "draft_model", K, str(target))),
-        (target, Arm("dynamic", "draft_model", K, str(target), dynamic)),
         (target, Arm("pard", "draft_model", K, str(pard), {"parallel_drafting": True})),
         (target, Arm("eagle", "eagle", K, str(eagle))),
         (target, Arm("eagle3", "eagle3", K, str(head))),
+        (target, Arm("dynamic", "eagle3", K, str(head), dynamic)),
         (target, head_arm("peagle", head, K)),
         (mtp, Arm("plain_mtp_target", "none")),
         (mtp, Arm("mtp", "mtp", K)),
@@ -144,7 +144,7 @@ def test_dynamic_k_drafts_by_the_number_of_requests(load: Load) -> None:
     """Two at once draft one token each, the last one alone drafts three."""
     rounds, drafted, accepted = figures(load("dynamic"))
     assert rounds < drafted < K * rounds
-    assert accepted == drafted
+    assert accepted < drafted
 
 
 @pytest.mark.skipif(not HAS_SUFFIX, reason="arctic-inference is not installed; test_arms.py has the refusal")
