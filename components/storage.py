@@ -222,6 +222,14 @@ class Location:
                 raise ValueError(f"{self.uri} is not what was written: its sha256 differs from its manifest's")
 
 
+def is_unreachable(error: BaseException) -> bool:
+    """Whether a storage does not let itself be read, unlike one that hands out damaged content.
+
+    The operating system's errors have their number; those of pyarrow's S3 only their text.
+    """
+    return isinstance(error, OSError) and (error.errno is not None or "AWS Error" in str(error))
+
+
 def is_full(error: BaseException) -> bool:
     """Whether a disk or a quota that is full is behind an error, be it Ray's, of another process or of a library."""
     seen: list[BaseException] = []

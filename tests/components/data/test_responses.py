@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from components.config import Settings
-from components.data.answering import SCHEMA, AnswerWorker
+from components.data.answering import AnswerWorker
+from components.data.answers import read_answers
 from components.data.documents import merge_turns
 from components.data.part_worker import PartTask, Piece
 from components.data.parts import QUARANTINE, part_names, read_account, read_columns
@@ -167,7 +168,7 @@ def test_answers_cut_by_their_length_can_be_dropped(ending_target, tmp_path, mon
     (whole,) = prompt_ranges(run.prompts.join(PROMPTS), 100)
     part = run.output.join("part-00000.parquet")
     worker.make([Piece(PartTask(0, whole.start, whole.num_bytes), part)])
-    rows, account = read_columns(part, SCHEMA.names).to_pylist(), read_account(part)
+    rows, account = read_answers(part), read_account(part)
     assert {row["output_ids"][-1] for row in rows} == {EOS}
     assert len(rows) == account.kept >= 3
     assert account.truncated == 0
