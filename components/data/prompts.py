@@ -108,16 +108,20 @@ def _read_row(row: SourceRow, source: PromptSource, origin: int) -> Prompt | Bad
     try:
         if isinstance(raw.value, RowError):
             raise raw.value
-        given = id_prompt(raw.value)
-        asked = None if given else conversation(raw.value)
+        return _prompt(row, source, origin)
     except RowError as error:
         return BadRow(raw.source, raw.line, error.reason.value, error.detail)
-    family = source.family or _family(raw.value, row.family)
-    if given:
-        key = row_key([], None, ids=given.ids)
+    except RecursionError:
+        return BadRow(raw.source, raw.line, Reason.BAD_JSON.value, "nested too deeply")
+
+
+def _prompt(row: SourceRow, source: PromptSource, origin: int) -> Prompt:
+    raw = row.raw
+    if given := id_prompt(raw.value):
+        key, family = row_key([], None, ids=given.ids), source.family or _family(raw.value, row.family)
         return Prompt(key, family, [], None, raw.source, raw.line, given.cut, given.ids, origin)
-    assert asked is not None
-    key = row_key(asked.messages, asked.tools)
+    asked = conversation(raw.value)
+    key, family = row_key(asked.messages, asked.tools), source.family or _family(raw.value, row.family)
     return Prompt(key, family, asked.messages, asked.tools, raw.source, raw.line, asked.cut, None, origin)
 
 
