@@ -26,6 +26,8 @@ log = logging.getLogger("aerie")
 
 MANIFEST = "_manifest.json"
 LEASE = "_lease.json"
+QUARANTINE = "quarantine.jsonl"
+"""A line for every row that a stage lost. It is listed in the manifest, and no content that a later stage reads."""
 PIN = "_pin"
 """A file of this name in an output's folder keeps it, and what it was made of, from `--gc`."""
 CACHE = Path.home() / ".cache" / "aerie"
@@ -56,7 +58,7 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """sha256 over the names and contents of the output's files."""
+        """sha256 over the names and contents of the output's files, but for its quarantine."""
         return self.manifest["digest"]
 
     @property
@@ -284,5 +286,5 @@ def _is_private(name: str) -> bool:
 
 
 def _content_digest(files: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = "".join(f"{name} {entry['sha256']}\n" for name, entry in sorted(files.items()))
+    lines = "".join(f"{name} {entry['sha256']}\n" for name, entry in sorted(files.items()) if name != QUARANTINE)
     return hashlib.sha256(lines.encode()).hexdigest()

@@ -53,9 +53,6 @@ class _Dialogue:
     def turns(self) -> list[list[dict[str, Any]]]:
         return self.listed.prompt.turns()
 
-    def place(self) -> dict[str, Any]:
-        return {"key": self.key, "source": self.listed.prompt.source, "line": self.listed.prompt.line}
-
 
 class AnswerWorker(PartWorker):
     """Answers the prompts of its parts, all of them at once, and writes each part when its last answer is there."""
@@ -158,7 +155,7 @@ class AnswerWorker(PartWorker):
         """Account for this turn and those after it, which cannot be asked without its answer."""
         lose = dialogue.part.account.fail if is_failure else dialogue.part.account.drop
         for turn in range(len(dialogue.rows), len(dialogue.turns)):
-            lose(reason, {**dialogue.place(), "key": f"{dialogue.listed.prompt.key}:{turn}"}, detail)
+            lose(reason, {"key": f"{dialogue.listed.prompt.key}:{turn}"}, detail)
         dialogue.is_over = True
 
     def _on_answer(self, dialogue: _Dialogue, output: Any) -> None:

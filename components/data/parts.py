@@ -16,8 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from components.data.prompt_list import Place, prompt_key, read_places, with_places
 from components.rows import RowAccount, check_rows
-from components.stage import Outcome
+from components.stage import QUARANTINE, Outcome
 from components.storage import Location, is_unreachable
 
 log = logging.getLogger("aerie")
@@ -30,7 +31,6 @@ FORMAT = 2
 """Raise it when the columns of a part, or what they mean, change; parts from before it was recorded are of format 1."""
 CRC = "crc32"
 """Column of the `checksum` of all other columns of its row."""
-QUARANTINE = "quarantine.jsonl"
 
 
 LAYOUT = {"use_dictionary": False, "compression": "NONE", "write_statistics": False, "write_page_checksum": True}
@@ -198,23 +198,35 @@ def read_columns(part: Location, columns: list[str] | None) -> pa.Table:
         return table
 
 
-def conclude(stage: str, output: Location, max_dropped_fraction: float) -> Outcome:
+def conclude(stage: str, output: Location, max_dropped_fraction: float, prompts: Location | None = None) -> Outcome:
     """Add up the accounts of all parts, write the quarantine, log the table and hand back rows and figures.
+
+    Args:
+        stage: Its name.
+        output: Folder of the parts.
+        max_dropped_fraction: Share of the rows that may be lost.
+        prompts: Output folder of the prompts stage, which knows the file and line of each lost row.
 
     Raises:
         TooManyRowsLost: more rows were lost than allowed.
     """
     total = PartAccount()
+    places = _places(output, prompts) if prompts else {}
     with output.join(QUARANTINE).writer() as stream:
         for name in part_names(output):
             account = read_account(output.join(name))
-            stream.write(_quarantine_lines(account.quarantine))
+            stream.write(_quarantine_lines(with_places(account.quarantine, places)))
             account.quarantine.clear()  # the lost rows of one part are in memory at a time
             total.add(account)
     rows = total.rows()
     log.info("%s: %s", stage, rows.table())
     check_rows(rows, max_dropped_fraction, stage, output.join(QUARANTINE).uri)
     return Outcome(facts=dict(total.figures), rows=rows)
+
+
+def _places(output: Location, prompts: Location) -> dict[str, Place]:
+    accounts = (read_account(output.join(name)) for name in part_names(output))
+    return read_places(prompts, {prompt_key(row["key"]) for account in accounts for row in account.quarantine})
 
 
 def write_quarantine(folder: Location, rows: Iterable[Mapping[str, Any]]) -> None:

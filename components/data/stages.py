@@ -14,7 +14,7 @@ from components.config import PromptSource, Settings
 from components.data import forecasts
 from components.data.parts import QUARANTINE, write_quarantine
 from components.data.preparation import prepare_prompts, without_choices
-from components.data.prompt_list import PROMPTS, write_prompts
+from components.data.prompt_list import write_prompts
 from components.data.sources import blamed_on, source_identity
 from components.rows import RowAccount, check_rows
 from components.stage import Artifact, Outcome, Output, Stage
@@ -35,7 +35,7 @@ def prompts_stage(settings: Settings) -> Stage:
         prepared = prepare_prompts(
             data, tokenizer, inputs["target"].facts["vocab_size"], settings.target.chat_template_kwargs
         )
-        write_prompts(output.join(PROMPTS), prepared.prompts, prepared.splits)
+        write_prompts(output.location, prepared.prompts, prepared.splits)
         write_quarantine(output.location, map(asdict, prepared.lost))
         log.info("prompts: %s", prepared.rows.table())
         _report(output, prepared.rows)
@@ -57,7 +57,7 @@ def prompts_stage(settings: Settings) -> Stage:
             "seed": data.seed,
         },
         inputs=("target",),
-        version=2,
+        version=3,
         extra=lambda: {
             "sources": _identities(data.prompts, "data.prompts"),
             "benchmarks": _identities(data.benchmarks, "data.benchmarks"),
@@ -116,6 +116,7 @@ def features_stage(settings: Settings) -> Stage:
             target.facts,
             str(target_path(target)),
             output.location,
+            prompts=inputs["prompts"].location,
         )
         _report(output, outcome.rows)
         return outcome
@@ -129,7 +130,7 @@ def features_stage(settings: Settings) -> Stage:
             "aux_layers": settings.draft.aux_layers,
             "dtype": settings.target.dtype,
         },
-        inputs=("target", "responses"),
+        inputs=("target", "prompts", "responses"),
         version=2,
         plan=lambda artifacts: _plan_features(settings, artifacts),
         forecast=partial(forecasts.forecast_features, settings),

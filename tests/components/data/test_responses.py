@@ -96,7 +96,7 @@ class Run:
         )
         listed = make_prompts()
         self.num_turns = sum(len(prompt.turns()) for prompt in listed)
-        write_prompts(self.prompts.join(PROMPTS), listed, {prompt.key: "train" for prompt in listed})
+        write_prompts(self.prompts, listed, {prompt.key: "train" for prompt in listed})
 
     def answer(self, worker: type[AnswerWorker] = AnswerWorker, **data) -> Outcome:
         config = self.settings.data.model_copy(update=data)

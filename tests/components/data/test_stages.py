@@ -1,21 +1,23 @@
 """The data stages as stages: what they depend on, how they account for rows, what they plan."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from components.config import Settings
 from components.config_loading import load_settings
-from components.data.parts import QUARANTINE
-from components.data.prompt_list import PROMPTS, fixed_cut, prompt_ranges, read_range
+from components.data.answers import write_answers
+from components.data.parts import QUARANTINE, PartAccount, conclude, part_name
+from components.data.prompt_list import PROMPTS, fixed_cut, prompt_ranges, read_range, write_prompts
 from components.data.stages import features_stage, prompts_stage, responses_stage, vocabulary_stage
 from components.rows import TooManyRowsLost
 from components.section import ConfigError
 from components.stage import Artifact, run_stage
 from components.storage import Location
 from components.target.stages import target_stage
-from tests.components.data.prompt_rows import read
+from tests.components.data.prompt_rows import prompt, read
 
 ROWS = [
     {"messages": [{"role": "user", "content": "Which river is the longest?"}], "family": "explanation"},
@@ -209,7 +211,40 @@ def test_ranges_cover_the_list_in_order(tiny_target, tmp_path):
         ranges = prompt_ranges(file, prompts_per_part)
         assert len(ranges) == -(-len(expected) // prompts_per_part)
         found = [listed.prompt for part in ranges for listed in read_range(file, part)]
-        assert found == expected
+        assert found == [replace(prompt, source="", line=0) for prompt in expected]
+
+
+def test_a_moved_or_a_bad_line_changes_no_content(tiny_target, tmp_path):
+    """So no prompt is answered again."""
+    storage, lax = Location(f"{tmp_path}/s"), "data.max_dropped_fraction=0.9"
+    found = []
+    for name, rows in (("a", ROWS), ("b", ROWS[::-1]), ("c", [{"text": "no prompt"}, *ROWS])):
+        (tmp_path / name).mkdir()
+        artifact, made = run_prompts(
+            settings_for(write_rows(tmp_path / name / "asked.jsonl", rows), tiny_target, lax), storage
+        )
+        assert made
+        found.append(artifact)
+    assert len({artifact.digest for artifact in found}) == 1
+    assert len({artifact.join(QUARANTINE).read_bytes() for artifact in found}) == 3
+    assert all(QUARANTINE in artifact.manifest["files"] for artifact in found)
+    other, _ = run_prompts(
+        settings_for(write_rows(tmp_path / "asked.jsonl", ROWS[:2]), tiny_target, lax), Location(f"{tmp_path}/t")
+    )
+    assert other.digest != found[0].digest
+
+
+def test_a_row_that_a_later_stage_loses_is_named_by_its_file_and_line(tmp_path):
+    prompts, output = Location(f"{tmp_path}/prompts"), Location(f"{tmp_path}/features")
+    listed = [prompt("one", line=7), prompt("two", line=9)]
+    write_prompts(prompts, listed, {of.key: "train" for of in listed})
+    account = PartAccount()
+    account.fail("not_finite", {"key": f"{listed[1].key}:2"}, "NaN")
+    write_answers(output.join(part_name(0)), [], account)
+    conclude("features", output, 1.0, prompts)
+    assert json.loads(output.join(QUARANTINE).read_bytes()) == {
+        "key": f"{listed[1].key}:2", "source": "a.jsonl", "line": 9, "reason": "not_finite", "detail": "NaN",
+    }  # fmt: skip
 
 
 def test_the_first_cut_stays(tmp_path):
