@@ -67,13 +67,14 @@ def prepare_prompts(
     """
     read, bad = read_prompts(data.prompts)
     askable, unknown = _in_vocabulary(read, vocab_size)
+    # Before anything is chosen: no cap is filled with rows that are lost afterwards, and of equal rows a usable one stays.
+    shown, unshown = renderable(askable, tokenizer, template_kwargs)
     decode: Callable[[list[int]], str] = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
-    chosen = select_prompts(askable, data, _benchmark_prompts(data.benchmarks, vocab_size), decode)
-    prompts, unshown = renderable(chosen.prompts, tokenizer, template_kwargs)
-    lost = [*bad, *unknown, *chosen.left, *unshown]
-    splits = {prompt.key: chosen.splits[prompt.key] for prompt in prompts}
-    facts = _facts(prompts, splits, chosen) | {"sources": used_by_source(read, prompts, data)}
-    return Prepared(prompts, splits, lost, _account(prompts, lost, chosen.over_cap), facts)
+    chosen = select_prompts(shown, data, _benchmark_prompts(data.benchmarks, vocab_size), decode)
+    lost = [*bad, *unknown, *unshown, *chosen.left]
+    facts = _facts(chosen.prompts, chosen.splits, chosen) | {"sources": used_by_source(read, chosen.prompts, data)}
+    rows = _account(chosen.prompts, lost, chosen.over_cap)
+    return Prepared(chosen.prompts, chosen.splits, lost, rows, facts)
 
 
 def without_choices(rows: RowAccount) -> RowAccount:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from components.config import Settings
 from components.data.answering import AnswerWorker
@@ -176,6 +177,26 @@ def test_answers_cut_by_their_length_can_be_dropped(ending_target, tmp_path, mon
     assert account.rows().rows_in == run.num_turns
     kept = {row["key"] for row in rows}
     assert not [key for key in kept if key.endswith(":1") and key.replace(":1", ":0") not in kept]
+
+
+@pytest.mark.parametrize(("finish_reason", "token_ids"), [("abort", [40, 41]), ("error", []), ("stop", [])])
+def test_an_answer_that_is_none_fails_its_turn_and_those_after_it(ending_target, tmp_path, finish_reason, token_ids):
+    """vLLM's own outputs, which its engine makes of aborted requests only, handed to the worker without an engine."""
+    run = Run(tmp_path, ending_target)
+    kwargs = response_engine_kwargs(run.settings, str(ending_target))
+    write_prompts(run.prompts, make_prompts()[:2], {"k00": "train", "k01": "train"})
+    worker = AnswerWorker(run.output, lambda done: None, run.prompts, str(ending_target), kwargs, run.settings.data)
+    (whole,) = prompt_ranges(run.prompts.join(PROMPTS), 100)
+    file = run.output.join("part-00000.parquet")
+    part = worker._part(Piece(PartTask(0, whole.start, whole.num_bytes), file))
+    for dialogue in part.dialogues:
+        completion = CompletionOutput(0, "", token_ids, None, None, finish_reason=finish_reason)
+        worker._on_answer(dialogue, RequestOutput(dialogue.key, None, [7], None, [completion], finished=True))
+    account = read_account(file)
+    assert account.failed == {"no_answer": 3}
+    assert [lost["key"] for lost in account.quarantine] == ["k00:0", "k00:1", "k01:0"]
+    assert {lost["detail"] for lost in account.quarantine} == {f"finish reason {finish_reason}"}
+    assert read_answers(file) == []
 
 
 def test_a_turn_is_asked_with_the_targets_own_answer_before_it(finished):

@@ -10,12 +10,14 @@ from components.config import Settings
 from components.config_loading import load_settings
 from components.data.answers import write_answers
 from components.data.parts import QUARANTINE, PartAccount, conclude, part_name
+from components.data.preparation import prepare_prompts
 from components.data.prompt_list import PROMPTS, fixed_cut, prompt_ranges, read_range, write_prompts
 from components.data.stages import features_stage, prompts_stage, responses_stage, vocabulary_stage
 from components.rows import TooManyRowsLost
 from components.section import ConfigError
 from components.stage import Artifact, run_stage
 from components.storage import Location
+from components.target.chat import load_tokenizer
 from components.target.stages import target_stage
 from tests.components.data.prompt_rows import prompt, read
 
@@ -139,6 +141,19 @@ def test_every_row_of_every_kind_is_accounted_for(tiny_target, tmp_path):
     )
     assert [row["ids"] for row in listed if "ids" in row] == [[9, 10, 11]]
     assert list(artifact.facts["sources"].values()) == [{"usable": 8, "used": 4}, {"usable": 3, "used": 1}]
+
+
+def test_a_cap_is_filled_with_prompts_that_the_template_shows(tiny_target, tmp_path):
+    tokenizer = load_tokenizer(tiny_target)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'Add' in m['content'] %}{{ raise_exception('no sums') }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
+    rows = [{"prompt": f"Add {i} and {i + 1}."} for i in range(18)] + [{"prompt": "Why?"}, {"prompt": "How so?"}]
+    file = write_rows(tmp_path / "asked.jsonl", rows)
+    settings = settings_for(file, tiny_target, "data.max_prompts=2")
+    account = prepare_prompts(settings.data, tokenizer, 512).rows
+    assert (account.kept, account.dropped) == (2, {"template_rejects": 18})
 
 
 def test_rows_left_out_by_choice_do_not_fail_the_job(tiny_target, tmp_path):
