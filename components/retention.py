@@ -110,6 +110,18 @@ def needed_outputs(
     return reasons
 
 
+def places_in_use(storage: Location, lease_ttl_s: float) -> set[Place]:
+    """What the stages that run at this moment write, and all that their runs have made so far: a look at the leases only."""
+    places: set[Place] = set()
+    for stage in storage.folders():
+        for name in filter(FINGERPRINT.fullmatch, storage.join(stage).folders()):
+            holder = live_holder(storage.join(stage, name, LEASE), lease_ttl_s)
+            if holder is not None:
+                read = holder.get("note", {}).get("inputs", {})
+                places |= {(stage, name), *((of, artifact["fingerprint"]) for of, artifact in read.items())}
+    return places
+
+
 def remove_output(output: StoredOutput, lease_ttl_s: float) -> bool:
     """Remove it, its manifest first: half removed it no longer exists. False when a run began to write it meanwhile."""
     try:

@@ -59,15 +59,25 @@ def upload(uri: str, stream: IO[bytes]) -> None:
 
 
 def delete(uri: str) -> None:
-    """Remove the object and all below it (pyarrow would leave an object for every folder that became empty)."""
+    """Remove the object and all below it (pyarrow would leave an object for every folder that became empty).
+
+    Raises:
+        OSError: an object stays.
+    """
     bucket, key = _split(uri)
     with _os_errors(uri):
         client().delete_object(Bucket=bucket, Key=key)
         pages = client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{key.rstrip('/')}/")
         for page in pages:
             keys = [{"Key": entry["Key"]} for entry in page.get("Contents", ())]
-            if keys:
-                client().delete_objects(Bucket=bucket, Delete={"Objects": keys})
+            # Of several objects S3 refuses some in an answer that is a success.
+            refused = client().delete_objects(Bucket=bucket, Delete={"Objects": keys}).get("Errors") if keys else None
+            if refused:
+                first = refused[0]
+                reason = f"{first.get('Code')}: {first.get('Message')}"
+                raise OSError(
+                    f"{uri}: {len(refused)} objects cannot be removed, the first is {first['Key']} ({reason})"
+                )
 
 
 def check(uri: str) -> None:

@@ -19,13 +19,15 @@ from components.forecast import Forecast
 from components.lease import Lease
 from components.rows import RowAccount
 from components.section import ConfigError
-from components.storage import NO_SPACE_TEXTS, TEMPORARY_MARK, Location, is_full
+from components.storage import NO_SPACE_TEXTS, TEMPORARY_MARK, Location, full_place, is_full
 from components.versions import git_commit, installed_versions
 
 log = logging.getLogger("aerie")
 
 MANIFEST = "_manifest.json"
 LEASE = "_lease.json"
+QUARANTINE = "quarantine.jsonl"
+"""A line for every row that a stage lost. It is listed in the manifest, and no content that a later stage reads."""
 PIN = "_pin"
 """A file of this name in an output's folder keeps it, and what it was made of, from `--gc`."""
 CACHE = Path.home() / ".cache" / "aerie"
@@ -56,7 +58,7 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """sha256 over the names and contents of the output's files."""
+        """sha256 over the names and contents of the output's files, but for its quarantine."""
         return self.manifest["digest"]
 
     @property
@@ -172,9 +174,9 @@ def run_stage(
     found = read_artifact(stage.name, location)
     if found is not None and not force:
         return found, False
-    inputs = {name: artifacts[name] for name in stage.inputs}
     try:
-        with Lease(location.join(LEASE), lease_ttl_s, note={"inputs": _fingerprints(inputs)}) as lease:
+        # Of all that the run has made, not of the inputs only: a later stage may read what this one does not.
+        with Lease(location.join(LEASE), lease_ttl_s, note={"inputs": _fingerprints(artifacts)}) as lease:
             found = read_artifact(stage.name, location)  # another run may have finished it while we waited
             if found is not None and not force:
                 return found, False
@@ -206,13 +208,14 @@ def _make(
 
 def storage_full(stage_name: str, location: Location, error: Exception) -> ConfigError:
     """What to say when a stage cannot write on: where, what its finished files are, and how to go on."""
+    place = full_place(error, location)
     kept = [size for name, size in location.sizes_bytes().items() if name != LEASE and TEMPORARY_MARK not in name]
     reason = next((line.strip() for line in str(error).splitlines() if any(t in line for t in NO_SPACE_TEXTS)), "full")
     return ConfigError(
-        "storage.uri",
-        f"no space left at {location.uri} ({reason}); {len(kept)} finished files of {stage_name} "
+        "storage.uri" if place == location.uri else "TMPDIR",
+        f"no space left at {place} ({reason}); {len(kept)} finished files of {stage_name} "
         f"({sum(kept) / 1e6:.1f} MB) and all finished stages stay",
-        "free some space (`pipelines/data.py --gc` lists outputs that nothing needs) and repeat the command: it goes on",
+        "free some space there (`pipelines/data.py --gc` lists outputs that nothing needs) and repeat the command: it goes on",
     )
 
 
@@ -283,5 +286,5 @@ def _is_private(name: str) -> bool:
 
 
 def _content_digest(files: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = "".join(f"{name} {entry['sha256']}\n" for name, entry in sorted(files.items()))
+    lines = "".join(f"{name} {entry['sha256']}\n" for name, entry in sorted(files.items()) if name != QUARANTINE)
     return hashlib.sha256(lines.encode()).hexdigest()

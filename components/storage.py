@@ -7,6 +7,8 @@ when its upload ends. What fails midway leaves nothing.
 import errno
 import hashlib
 import os
+import re
+import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -26,6 +28,8 @@ TEMPORARY_MARK = ".tmp-"
 IN_MEMORY_BYTES = 1 << 26  # of a file on its way to S3; what is longer waits in a temporary file
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 NO_SPACE_TEXTS = tuple(os.strerror(code) for code in NO_SPACE)
+NAMED_FILE = re.compile(rf"(?:{'|'.join(NO_SPACE_TEXTS)}): '([^']+)'")
+FULL_BYTES = 1 << 24  # a file system with less is what was full
 
 
 @dataclass(frozen=True)
@@ -222,8 +226,42 @@ class Location:
                 raise ValueError(f"{self.uri} is not what was written: its sha256 differs from its manifest's")
 
 
+def is_unreachable(error: BaseException) -> bool:
+    """Whether a storage does not let itself be read, unlike one that hands out damaged content.
+
+    The operating system's errors have their number; those of pyarrow's S3 only their text.
+    """
+    return isinstance(error, OSError) and (error.errno is not None or "AWS Error" in str(error))
+
+
 def is_full(error: BaseException) -> bool:
     """Whether a disk or a quota that is full is behind an error, be it Ray's, of another process or of a library."""
+    return next(_full_causes(error), None) is not None
+
+
+def full_place(error: BaseException, storage: Location) -> str:
+    """What is full: the storage, or the file elsewhere (scratch, Ray's spilled objects) that the error names.
+
+    Where it names none, it is the storage, unless that is S3 or has room and the folder of scratch files has not.
+    """
+    for cause in _full_causes(error):
+        named = getattr(cause, "filename", None) or next(iter(NAMED_FILE.findall(str(cause))), None)
+        if named and not (storage.is_local and str(named).startswith(storage.uri)):
+            return str(named)
+        if named:
+            return storage.uri
+    scratch = tempfile.gettempdir()
+    if not storage.is_local or (_free_bytes(scratch) < FULL_BYTES <= _free_bytes(storage.uri)):
+        return scratch
+    return storage.uri
+
+
+def _free_bytes(path: str) -> int:
+    there = next((folder for folder in (Path(path), *Path(path).parents) if folder.exists()), Path("/"))
+    return shutil.disk_usage(there).free
+
+
+def _full_causes(error: BaseException) -> Iterator[BaseException]:
     seen: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
@@ -232,10 +270,9 @@ def is_full(error: BaseException) -> bool:
             continue
         seen.append(found)
         if getattr(found, "errno", None) in NO_SPACE or any(text in str(found) for text in NO_SPACE_TEXTS):
-            return True
+            yield found
         failures = getattr(found, "worker_failures", {})  # of Ray Train
         pending += [found.__cause__, found.__context__, getattr(found, "cause", None), *failures.values()]
-    return False
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -10,7 +10,7 @@ from components.config import Settings
 from components.data.verify import Verification
 from components.planning import in_units
 from components.publishing.run_log import mlflow_errors
-from components.retention import needed_outputs, remove_output, stored_outputs
+from components.retention import needed_outputs, places_in_use, remove_output, stored_outputs
 from components.section import ConfigError
 from components.storage import Location
 from pipelines.cli import guarded, make_pipeline, run_pipeline
@@ -78,7 +78,12 @@ def collect_garbage(settings: Settings, keep: list[str], remove: bool) -> None:
     if not remove:
         print(f"not needed: {total}. Nothing was removed; --gc --yes removes them", flush=True)
         return
-    gone = [output for output in unneeded if remove_output(output, ttl_s)]
+    gone = [
+        output
+        for output in unneeded
+        # Looked at again: removing takes a while, and a run may have begun meanwhile.
+        if output.place not in places_in_use(pipeline.storage, ttl_s) and remove_output(output, ttl_s)
+    ]
     print(f"removed {len(gone)} outputs, {in_units(sum(o.bytes for o in gone), 'B')}", flush=True)
 
 

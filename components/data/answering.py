@@ -11,29 +11,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from components.config import DataConfig
+from components.data.answers import CUT_OFF, FINISHED, SCHEMA, read_answers, write_answers
 from components.data.documents import merged_tokens
 from components.data.part_worker import PartTask, PartWorker, Piece
-from components.data.parts import PartAccount, part_writer, read_account, read_columns
+from components.data.parts import PartAccount, read_account
 from components.data.prompt_list import PROMPTS, ListedPrompt, PromptRange, read_range
 from components.storage import Location
 from components.target.chat import TemplateError, load_tokenizer, render
-
-SCHEMA = pa.schema(
-    [
-        ("key", pa.string()),
-        ("prompt_key", pa.string()),
-        ("family", pa.string()),
-        ("split", pa.string()),
-        ("turn", pa.int32()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("output_ids", pa.list_(pa.int32())),
-        ("finish_reason", pa.string()),
-    ]
-)
-FINISHED, CUT_OFF = "stop", "length"
 
 
 @dataclass
@@ -67,9 +52,6 @@ class _Dialogue:
     @property
     def turns(self) -> list[list[dict[str, Any]]]:
         return self.listed.prompt.turns()
-
-    def place(self) -> dict[str, Any]:
-        return {"key": self.key, "source": self.listed.prompt.source, "line": self.listed.prompt.line}
 
 
 class AnswerWorker(PartWorker):
@@ -117,7 +99,7 @@ class AnswerWorker(PartWorker):
         part = self._part(piece)
         if piece.draft is not None and piece.draft.exists():
             part.account = read_account(piece.draft)
-            part.dialogues[0].rows = read_columns(piece.draft, SCHEMA.names).to_pylist()
+            part.dialogues[0].rows = read_answers(piece.draft)
         for dialogue in part.dialogues:
             self._give_up(dialogue, reason, detail, is_failure=True)
         self._close_if_complete(part)
@@ -172,7 +154,7 @@ class AnswerWorker(PartWorker):
         """Account for this turn and those after it, which cannot be asked without its answer."""
         lose = dialogue.part.account.fail if is_failure else dialogue.part.account.drop
         for turn in range(len(dialogue.rows), len(dialogue.turns)):
-            lose(reason, {**dialogue.place(), "key": f"{dialogue.listed.prompt.key}:{turn}"}, detail)
+            lose(reason, {"key": f"{dialogue.listed.prompt.key}:{turn}"}, detail)
         dialogue.is_over = True
 
     def _on_answer(self, dialogue: _Dialogue, output: Any) -> None:
@@ -223,5 +205,4 @@ class AnswerWorker(PartWorker):
 
 def _write(file: Location, rows: list[dict[str, Any]], account: PartAccount) -> None:
     account.figures["document_tokens"] = merged_tokens(rows)
-    with part_writer(file, SCHEMA, account) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+    write_answers(file, rows, account)

@@ -18,21 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import pyarrow as pa
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from components.data.answering import SCHEMA as RESPONSES
+from components.data.answers import read_answers, write_answers
 from components.data.benchmark_ray import measure_ray
-from components.data.capturing import RESPONSE_COLUMNS, CaptureWorker, stored_document
+from components.data.capturing import CaptureWorker, stored_document
 from components.data.documents import Turns, merge_turns
 from components.data.extractors.interface import ExtractorSpec
 from components.data.extractors.with_transformers import pack
 from components.data.part_worker import PartTask, Piece
-from components.data.parts import PartAccount, part_name, part_writer, read_columns
+from components.data.parts import PartAccount, part_name
 from components.data.shards import feature_row, write_shard
 from components.storage import Location
 from components.target.aux_layers import default_aux_layers
@@ -78,7 +77,7 @@ def make_setup(
         "transformers", path, tuple(aux_layers), len(model.get_decoder().layers), dtype, batch_tokens, threads
     )
     worker = CaptureWorker(features, lambda done: None, responses, spec)
-    documents = list(merge_turns(read_columns(responses.join(PART), RESPONSE_COLUMNS).to_pylist()))
+    documents = list(merge_turns(read_answers(responses.join(PART))))
     return Setup(worker, model, aux_layers, documents, _packs(documents, batch_tokens), features)
 
 
@@ -194,8 +193,7 @@ def _write_answers(part: Location, num_documents: int, lengths: tuple[int, int],
         half = len(ids) // 2
         key = {"key": f"{index}:0", "prompt_key": str(index)}
         rows.append(names | key | {"prompt_ids": ids[:half], "output_ids": ids[half:]})
-    with part_writer(part, RESPONSES, PartAccount(kept=len(rows))) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=RESPONSES))
+    write_answers(part, rows, PartAccount(kept=len(rows)))
 
 
 def print_tables(capture: dict[str, Any], ray_data: dict[str, float] | None) -> None:

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 
 from components.data.ahead import map_ahead
+from components.data.answers import read_answers
 from components.data.documents import Turns, merge_turns
 from components.data.extractors.interface import ExtractorSpec
 from components.data.part_worker import PartTask, PartWorker, Piece
-from components.data.parts import PartAccount, part_name, read_columns
+from components.data.parts import PartAccount, part_name
 from components.data.shards import SCHEMA, StoredDocument, feature_row, write_shard
 from components.storage import Location
 from components.target.layers import Captured
 
-RESPONSE_COLUMNS = ["key", "prompt_key", "family", "split", "prompt_ids", "output_ids"]
 MIN_TOKENS = 2  # a shorter document predicts nothing
 
 
@@ -54,8 +54,7 @@ class CaptureWorker(PartWorker):
         write_shard(piece.file, [], account)
 
     def _documents(self, task: PartTask) -> list[Turns]:
-        stored = read_columns(self._responses.join(part_name(task.number)), RESPONSE_COLUMNS)
-        return list(merge_turns(stored.to_pylist()))
+        return list(merge_turns(read_answers(self._responses.join(part_name(task.number)))))
 
     def _rows(self, documents: Sequence[Turns], account: PartAccount) -> Iterator[dict]:
         """Rows while the next ones are made of their states and the next batch is computed; the caller writes them."""

@@ -32,6 +32,7 @@ def record_features(
     target_path: str,
     output: Location,
     worker: type[PartWorker] = CaptureWorker,
+    prompts: Location | None = None,
 ) -> Outcome:
     """Record the features of every answer; shards that are there already stay as they are.
 
@@ -43,6 +44,7 @@ def record_features(
         target_path: The target's Hugging Face folder.
         output: Where the shards go.
         worker: Class of the workers.
+        prompts: Output folder of the prompts stage, for the places of lost rows.
 
     Raises:
         ConfigError: aux layers that the target does not have, or a disk that is too small.
@@ -74,7 +76,7 @@ def record_features(
         stall_timeout_s=settings.data.stall_timeout_s,
     )
     make_parts(job, [PartTask(int(re.sub(r"\D", "", name))) for name in part_names(responses)])
-    outcome = conclude("features", output, settings.data.max_dropped_fraction)
+    outcome = conclude("features", output, settings.data.max_dropped_fraction, prompts)
     shape = {
         "aux_layers": aux_layers,
         "num_aux_layers": len(aux_layers),

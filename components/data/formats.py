@@ -82,8 +82,12 @@ def _read_jsonl(path: Path, source: str) -> Iterator[RawRow]:
 def _read_json(path: Path, source: str) -> Iterator[RawRow]:
     text = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
     value = _parse(text, is_whole=True)
-    if isinstance(value, RowError) and not text.lstrip().startswith(b"["):
-        # No array and not one document: JSONL under the wrong name.
+    if isinstance(value, RowError):
+        if text.lstrip().startswith(b"["):
+            # All its rows would count as one that is lost.
+            problem = f"{source} is no whole JSON array ({value.detail})"
+            raise ConfigError("data.prompts", problem, "mend, replace or leave out the file")
+        # Not one document either: JSONL under the wrong name.
         yield from _read_jsonl(path, source)
         return
     rows = value if isinstance(value, list) else _unwrap(value)

@@ -10,7 +10,7 @@ from components.config import DataConfig, PromptSource, Settings
 from components.data.asked import Asked
 from components.data.parts import QUARANTINE, write_quarantine
 from components.data.pretokenised import check_vocabulary
-from components.data.prompt_list import PROMPTS, write_prompts
+from components.data.prompt_list import write_prompts
 from components.data.prompts import BadRow, Prompt, read_prompts
 from components.data.reasons import CHOSEN, Reason, RowError
 from components.data.selection import Selection, select_prompts, used_by_source
@@ -77,18 +77,19 @@ def prepare_prompts(
     """
     read, bad = read_prompts(data.prompts)
     askable, unknown = _in_vocabulary(read, vocab_size)
+    # Before anything is chosen: no cap is filled with rows that are lost afterwards, and of equal rows a usable one stays.
+    shown, unshown = renderable(askable, tokenizer, template_kwargs)
     decode: Callable[[list[int]], str] = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
     benchmarks = [
         prompt
         for setting, sources in (measured_with or {}).items()
         for prompt in _benchmark_prompts(sources, setting, vocab_size)
     ]
-    chosen = select_prompts(askable, data, benchmarks, decode)
-    prompts, unshown = renderable(chosen.prompts, tokenizer, template_kwargs)
-    lost = [*bad, *unknown, *chosen.left, *unshown]
-    splits = {prompt.key: chosen.splits[prompt.key] for prompt in prompts}
-    facts = _facts(prompts, splits, chosen) | {"sources": used_by_source(read, prompts, data)}
-    return Prepared(prompts, splits, lost, _account(prompts, lost, chosen.over_cap), facts)
+    chosen = select_prompts(shown, data, benchmarks, decode)
+    lost = [*bad, *unknown, *unshown, *chosen.left]
+    facts = _facts(chosen.prompts, chosen.splits, chosen) | {"sources": used_by_source(read, chosen.prompts, data)}
+    rows = _account(chosen.prompts, lost, chosen.over_cap)
+    return Prepared(chosen.prompts, chosen.splits, lost, rows, facts)
 
 
 def write_prepared(settings: Settings, target_path: str, vocab_size: int, output: Location) -> tuple[RowAccount, dict]:
@@ -98,14 +99,13 @@ def write_prepared(settings: Settings, target_path: str, vocab_size: int, output
         ConfigError: as `prepare_prompts`, or nothing is left to train on.
         TooManyRowsLost: more rows are unusable than `data.max_dropped_fraction` allows.
     """
-    from components.target.chat import (
-        load_tokenizer,  # seconds to import, and the driver imports this module in every run
-    )
+    # seconds to import, and the driver imports this module in every run
+    from components.target.chat import load_tokenizer
 
     tokenizer = load_tokenizer(target_path)
     kwargs = settings.target.chat_template_kwargs
     prepared = prepare_prompts(settings.data, tokenizer, vocab_size, kwargs, measured_with(settings))
-    write_prompts(output.join(PROMPTS), prepared.prompts, prepared.splits)
+    write_prompts(output, prepared.prompts, prepared.splits)
     write_quarantine(output, map(asdict, prepared.lost))
     quarantine = output.join(QUARANTINE).uri
     check_rows(without_choices(prepared.rows), settings.data.max_dropped_fraction, "prompts", quarantine)

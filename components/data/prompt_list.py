@@ -1,7 +1,7 @@
 """`prompts.jsonl`: the prompts that a run answers, in the order of their keys, and its fixed cut into ranges of lines."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +9,18 @@ from components.data.prompts import Prompt
 from components.storage import Location
 
 PROMPTS = "prompts.jsonl"
+PLACES = "_places.jsonl"
+"""File and line of each prompt: for messages to people, so no content that makes anything else be done again."""
 CUT = "_cut.json"
+
+Place = dict[str, Any]
+"""`{"source": file, "line": number}`."""
 
 
 @dataclass(frozen=True)
 class ListedPrompt:
     prompt: Prompt
+    """Without its place."""
     split: str
 
 
@@ -28,10 +34,32 @@ class PromptRange:
     num_bytes: int
 
 
-def write_prompts(file: Location, prompts: Iterable[Prompt], splits: Mapping[str, str]) -> None:
-    """One line a prompt, in the order given."""
-    lines = (_line(prompt, splits[prompt.key]) for prompt in prompts)
-    file.write_bytes("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+def write_prompts(folder: Location, prompts: Iterable[Prompt], splits: Mapping[str, str]) -> None:
+    """`prompts.jsonl` and, beside it, the places of the prompts: one line a prompt, in the order given."""
+    with folder.join(PROMPTS).writer() as listed, folder.join(PLACES).writer() as places:
+        for prompt in prompts:
+            listed.write(_json_line(_line(prompt, splits[prompt.key])))
+            places.write(_json_line({"key": prompt.key, "source": prompt.source, "line": prompt.line}))
+
+
+def read_places(folder: Location, keys: set[str]) -> dict[str, Place]:
+    """Where the prompts of these keys stand, from the output folder of the prompts stage."""
+    if not keys:
+        return {}
+    with folder.join(PLACES).open() as stream:
+        rows = (json.loads(line) for line in _lines(stream))
+        return {row["key"]: {"source": row["source"], "line": row["line"]} for row in rows if row["key"] in keys}
+
+
+def with_places(lost: Iterable[Mapping[str, Any]], places: Mapping[str, Place]) -> Iterator[dict[str, Any]]:
+    """Lines of a quarantine, each with the place of its prompt where that is known."""
+    for row in lost:
+        yield {"key": row["key"], **places.get(prompt_key(row["key"]), {}), **row}
+
+
+def prompt_key(turn_key: Any) -> str:
+    """Of the prompt that a turn belongs to."""
+    return str(turn_key).rpartition(":")[0]
 
 
 def _line(prompt: Prompt, split: str) -> dict[str, Any]:
@@ -41,8 +69,6 @@ def _line(prompt: Prompt, split: str) -> dict[str, Any]:
         "split": split,
         "messages": prompt.messages,
         "tools": prompt.tools,
-        "source": prompt.source,
-        "line": prompt.line,
     }
     return line if prompt.ids is None else line | {"ids": prompt.ids}
 
@@ -83,7 +109,11 @@ def _lines(stream):
         yield from (line + b"\n" for line in lines)
 
 
+def _json_line(row: Mapping[str, Any]) -> bytes:
+    return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+
+
 def _parse(line: bytes) -> ListedPrompt:
     row = json.loads(line)
     split = row.pop("split")
-    return ListedPrompt(Prompt(**row), split)
+    return ListedPrompt(Prompt(**row, source="", line=0), split)

@@ -121,17 +121,20 @@ def _read_row(row: SourceRow, source: PromptSource, origin: int, reshape: Callab
     try:
         if isinstance(raw.value, RowError):
             raise raw.value
-        value = reshape(raw.value)
-        given = id_prompt(value)
-        asked = None if given else conversation(value)
+        return _prompt(row, source, origin, reshape(raw.value))
     except RowError as error:
         return BadRow(raw.source, raw.line, error.reason.value, error.detail)
-    family = source.family or _family(raw.value, row.family)
-    if given:
-        key = row_key([], None, ids=given.ids)
+    except RecursionError:
+        return BadRow(raw.source, raw.line, Reason.BAD_JSON.value, "nested too deeply")
+
+
+def _prompt(row: SourceRow, source: PromptSource, origin: int, value: Any) -> Prompt:
+    raw = row.raw
+    if given := id_prompt(value):
+        key, family = row_key([], None, ids=given.ids), source.family or _family(raw.value, row.family)
         return Prompt(key, family, [], None, raw.source, raw.line, given.cut, given.ids, origin)
-    assert asked is not None
-    key = row_key(asked.messages, asked.tools)
+    asked = conversation(value)
+    key, family = row_key(asked.messages, asked.tools), source.family or _family(raw.value, row.family)
     return Prompt(key, family, asked.messages, asked.tools, raw.source, raw.line, asked.cut, None, origin)
 
 

@@ -59,7 +59,7 @@ def answer_prompts(
         stall_timeout_s=settings.data.stall_timeout_s,
     )
     make_parts(job, [PartTask(part.number, part.start, part.num_bytes) for part in ranges])
-    return conclude("responses", output, settings.data.max_dropped_fraction)
+    return conclude("responses", output, settings.data.max_dropped_fraction, prompts)
 
 
 def response_engine_kwargs(settings: Settings, target_path: str) -> dict:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from components.data.answering import CUT_OFF, FINISHED
+from components.data.answers import CUT_OFF, FINISHED, IDS, is_intact
 from components.data.documents import Turns
-from components.data.shards import StoredDocument
+from components.data.shards import StoredDocument, StoredRow
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,12 @@ class SeenKeys:
 
 def response_problems(row: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with an answered turn."""
+    if not is_intact(row):
+        yield "its checksum is not the one that was written with it"
+        return
     if row["key"] != f"{row['prompt_key']}:{row['turn']}":
         yield f"its key is not that of turn {row['turn']} of prompt {row['prompt_key']}"
-    for name in ("prompt_ids", "output_ids"):
+    for name in IDS:
         if not row[name]:
             yield f"{name} is empty"
         elif min(row[name]) < 0:
@@ -67,10 +70,8 @@ def response_problems(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"its finish reason is {row['finish_reason']!r}"
 
 
-def document_problems(document: StoredDocument, num_tokens: int, widths: FeatureWidths | None) -> Iterator[str]:
+def document_problems(document: StoredDocument, widths: FeatureWidths | None) -> Iterator[str]:
     """What is wrong with a document whose checksum is right."""
-    if len(document.input_ids) != num_tokens:
-        yield f"it has {len(document.input_ids)} ids, and num_tokens says {num_tokens}"
     if not document.loss_mask.any():
         yield "no token of it is supervised"
     yield from widths.fit(document) if widths else ()
@@ -79,14 +80,18 @@ def document_problems(document: StoredDocument, num_tokens: int, widths: Feature
             yield f"{name} holds NaN or infinity"
 
 
-def difference_problems(document: StoredDocument, turns: Turns | None) -> Iterator[str]:
+def difference_problems(row: StoredRow, turns: Turns | None) -> Iterator[str]:
     """How a recorded document differs from the answered turns it was recorded for; None: there are none."""
     if turns is None:
         yield "no answered turn of the same part begins it"
         return
+    document = row.document
     if document.input_ids.tolist() != turns.input_ids:
         yield "its ids are not those of the responses"
     elif document.loss_mask.int().tolist() != turns.loss_mask:
         yield "its loss mask does not mark the answers of the responses"
-    if document.family != turns.family:
-        yield f"its family is {document.family}, the responses say {turns.family}"
+    named = {"family": document.family, "split": row.split, "prompt key": row.prompt_key}
+    expected = {"family": turns.family, "split": turns.split, "prompt key": turns.prompt_key}
+    for name, found in named.items():
+        if found != expected[name]:
+            yield f"its {name} is {found}, the responses say {expected[name]}"

@@ -4,7 +4,6 @@ Names: n tokens, A aux layers, H the target's hidden size. Hidden states are sto
 whose features training captures itself is stored as its outline: states of no width.
 """
 
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +14,17 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from components.data.parts import CorruptPart, PartAccount, open_part, part_names, part_writer, read_columns
+from components.data.parts import (
+    CRC,
+    CorruptPart,
+    PartAccount,
+    checksum,
+    damage_named,
+    open_part,
+    part_names,
+    part_writer,
+    read_columns,
+)
 from components.draft.batch import Document
 from components.storage import Location
 
@@ -30,7 +39,7 @@ SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.uint8())),
         ("aux_hidden", pa.large_binary()),
         ("last_hidden", pa.large_binary()),
-        ("crc32", pa.uint32()),
+        (CRC, pa.uint32()),
     ]
 )
 INDEX_COLUMNS = ["key", "split", "num_tokens"]
@@ -42,6 +51,14 @@ class StoredDocument(Document):
 
     key: str
     family: str
+
+
+class StoredRow(NamedTuple):
+    """All that a row holds."""
+
+    document: StoredDocument
+    prompt_key: str
+    split: str
 
 
 class IndexRow(NamedTuple):
@@ -57,20 +74,18 @@ class IndexRow(NamedTuple):
 
 def feature_row(document: StoredDocument, prompt_key: str, split: str) -> dict[str, Any]:
     """The document as a row of `SCHEMA`, with the checksum of all that it holds."""
+    names = {"key": document.key, "prompt_key": prompt_key, "family": document.family, "split": split}
     input_ids = document.input_ids.to(torch.int32).numpy()
     loss_mask = document.loss_mask.to(torch.uint8).numpy()
     aux_hidden, last_hidden = _to_bytes(document.aux_hidden), _to_bytes(document.last_hidden)
     return {
-        "key": document.key,
-        "prompt_key": prompt_key,
-        "family": document.family,
-        "split": split,
+        **names,
         "num_tokens": len(input_ids),
         "input_ids": input_ids,
         "loss_mask": loss_mask,
         "aux_hidden": aux_hidden,
         "last_hidden": last_hidden,
-        "crc32": _checksum(input_ids, loss_mask, aux_hidden, last_hidden),
+        CRC: _checksum(names.values(), len(input_ids), input_ids, loss_mask, aux_hidden, last_hidden),
     }
 
 
@@ -137,24 +152,34 @@ def read_row(shard: Location, file: pq.ParquetFile, row: int) -> StoredDocument:
     Raises:
         CorruptPart: it does not hold what was written.
     """
-    try:
+    return read_stored_row(shard, file, row).document
+
+
+def read_stored_row(shard: Location, file: pq.ParquetFile, row: int) -> StoredRow:
+    """One row of an opened shard, with all its names.
+
+    Raises:
+        CorruptPart: it does not hold what was written.
+    """
+    with damage_named(shard, row, "cannot be read"):
         table = file.read_row_group(row)
-    except (pa.ArrowException, OSError) as error:
-        raise CorruptPart(shard, row, f"cannot be read ({error})") from error
-    stored: dict[str, pa.Scalar] = {name: table.column(name)[0] for name in table.column_names}
-    input_ids = stored["input_ids"].values.to_numpy()
-    loss_mask = stored["loss_mask"].values.to_numpy()
-    aux_hidden, last_hidden = stored["aux_hidden"].as_buffer(), stored["last_hidden"].as_buffer()
-    if _checksum(input_ids, loss_mask, aux_hidden, last_hidden) != stored["crc32"].as_py():
-        raise CorruptPart(shard, row, "its checksum is not the one that was written with it")
-    return StoredDocument(
-        input_ids=torch.from_numpy(input_ids.astype(np.int64)),
-        loss_mask=torch.from_numpy(loss_mask.astype(bool)),
-        aux_hidden=_from_bytes(aux_hidden, len(input_ids)),
-        last_hidden=_from_bytes(last_hidden, len(input_ids)),
-        key=stored["key"].as_py(),
-        family=stored["family"].as_py(),
-    )
+        stored: dict[str, pa.Scalar] = {name: table.column(name)[0] for name in SCHEMA.names}
+        key, prompt_key, family, split = (stored[name].as_py() for name in ("key", "prompt_key", "family", "split"))
+        input_ids, loss_mask = (stored[name].values.to_numpy() for name in ("input_ids", "loss_mask"))
+        aux_hidden, last_hidden = stored["aux_hidden"].as_buffer(), stored["last_hidden"].as_buffer()
+        names, num_tokens = (key, prompt_key, family, split), stored["num_tokens"].as_py()
+        found = _checksum(names, num_tokens, input_ids, loss_mask, aux_hidden, last_hidden)
+        if found != stored[CRC].as_py():
+            raise CorruptPart(shard, row, "its checksum is not the one that was written with it")
+        document = StoredDocument(
+            input_ids=torch.from_numpy(input_ids.astype(np.int64)),
+            loss_mask=torch.from_numpy(loss_mask.astype(bool)),
+            aux_hidden=_from_bytes(aux_hidden, len(input_ids)),
+            last_hidden=_from_bytes(last_hidden, len(input_ids)),
+            key=key,
+            family=family,
+        )
+    return StoredRow(document, prompt_key, split)
 
 
 def _read_rows(shard: Location, rows: Sequence[int] | None) -> Iterator[StoredDocument]:
@@ -163,11 +188,16 @@ def _read_rows(shard: Location, rows: Sequence[int] | None) -> Iterator[StoredDo
             yield read_row(shard, file, row)
 
 
-def _checksum(input_ids: np.ndarray, loss_mask: np.ndarray, aux_hidden: Any, last_hidden: Any) -> int:
-    checksum = 0
-    for content in (input_ids.tobytes(), loss_mask.tobytes(), aux_hidden, last_hidden):
-        checksum = zlib.crc32(content, checksum)
-    return checksum
+def _checksum(
+    names: Iterable[str],
+    num_tokens: int,
+    input_ids: np.ndarray,
+    loss_mask: np.ndarray,
+    aux_hidden: bytes | pa.Buffer,
+    last_hidden: bytes | pa.Buffer,
+) -> int:
+    texts = (str(name).encode() for name in (*names, num_tokens))
+    return checksum([*texts, input_ids.tobytes(), loss_mask.tobytes(), aux_hidden, last_hidden])
 
 
 def _to_bytes(states: Tensor) -> bytes:

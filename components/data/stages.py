@@ -90,6 +90,7 @@ def responses_stage(settings: Settings) -> Stage:
             **engine_identity(settings, settings.resources.responses),
         },
         inputs=("target", "prompts"),
+        version=2,
         plan=lambda artifacts: _plan_responses(settings, artifacts),
         forecast=partial(forecasts.forecast_responses, settings),
         tokens_done=lambda manifest: manifest["facts"]["output_tokens"],
@@ -110,6 +111,7 @@ def features_stage(settings: Settings) -> Stage:
             target.facts,
             str(target_path(target)),
             output.location,
+            prompts=inputs["prompts"].location,
         )
         _report(output, outcome.rows)
         return outcome
@@ -124,7 +126,8 @@ def features_stage(settings: Settings) -> Stage:
             "dtype": settings.target.dtype,
             **extractor_engine(settings),
         },
-        inputs=("target", "responses"),
+        inputs=("target", "prompts", "responses"),
+        version=2,
         plan=lambda artifacts: _plan_features(settings, artifacts),
         forecast=partial(forecasts.forecast_features, settings),
         tokens_done=lambda manifest: manifest["facts"]["tokens"],

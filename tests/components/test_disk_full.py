@@ -7,11 +7,12 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from components.storage import is_full
+from components.storage import FULL_BYTES, Location, full_place, is_full
 from tests.conftest import project_environment
 
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
@@ -94,3 +95,18 @@ def test_a_full_disk_is_recognised_behind_other_errors():
     assert not is_full(OSError(13, "Permission denied"))
     cause.__cause__ = wrapped  # a circle ends, too
     assert is_full(wrapped)
+
+
+def test_the_place_that_is_full_is_named_not_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    storage, scratch = Location(str(tmp_path / "storage")), "/scratch/spilled-1"
+    named = OSError(28, "No space left on device", scratch)
+    told = RuntimeError(f"task failed\nOSError: [Errno 28] No space left on device: '{scratch}'")
+    assert [full_place(error, storage) for error in (named, told)] == [scratch, scratch]
+    own = OSError(28, "No space left on device", storage.join("part-00000.parquet.tmp-1").uri)
+    assert full_place(own, storage) == storage.uri
+    unnamed = OSError(28, "No space left on device")
+    assert full_place(unnamed, Location("s3://bucket/runs")) == tempfile.gettempdir()
+    for full, place in ((storage.uri, storage.uri), (tempfile.gettempdir(), tempfile.gettempdir())):
+        free = {full: 0}
+        monkeypatch.setattr("components.storage._free_bytes", lambda path, free=free: free.get(path, FULL_BYTES))
+        assert full_place(unnamed, storage) == place

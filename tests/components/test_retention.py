@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from components.lease import Lease
 from components.pipeline import Selection
-from components.retention import needed_outputs, remove_output, stored_outputs
+from components.retention import needed_outputs, places_in_use, remove_output, stored_outputs
 from components.section import ConfigError
 from components.stage import LEASE, PIN, Artifact, Outcome, Output, Stage, run_stage
 from components.storage import Location
@@ -90,19 +90,25 @@ def test_a_pin_survives_force(folder: Location):
     assert artifact.join(PIN).exists()
 
 
-def test_a_running_stage_keeps_itself_and_what_it_reads(folder: Location, client: MlflowClient):
+def test_a_running_stage_keeps_itself_and_all_that_its_run_has_made(folder: Location, client: MlflowClient):
+    """A later stage of the run reads what this one does not: publish reads the speed, the A/B test does not."""
     made = make_chains(folder)
-    seen = {}
+    second = made.pop("second")
+    seen, in_use = {}, set()
 
     def look(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
         seen.update(needed(folder, client), itself=output.fingerprint)
+        in_use.update(places_in_use(folder, TTL_S))
         return Outcome()
 
     run_stage(Stage("evaluation", look, {}, ("head",)), made, folder, TTL_S)
+    assert in_use == {("evaluation", seen["itself"]), *((name, of.fingerprint) for name, of in made.items())}
+    assert places_in_use(folder, TTL_S) == set()
+    assert made["report"].fingerprint in seen
     assert seen[seen["itself"]].startswith("being written by process")
     assert made["head"].fingerprint in seen
     assert made["answers"].fingerprint in seen
-    assert made["second"].fingerprint not in seen
+    assert second.fingerprint not in seen
 
 
 def test_what_a_dead_run_left_is_not_needed_and_what_was_just_finished_is(folder: Location, client: MlflowClient):

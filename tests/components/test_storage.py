@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from components import s3
 from components.section import ConfigError
 from components.storage import Location
 from tests.conftest import project_environment
@@ -136,3 +137,22 @@ def test_a_bucket_that_is_not_there_is_a_setting_to_mend(s3_bucket: str) -> None
 def test_an_s3_location_has_no_path() -> None:
     with pytest.raises(ValueError, match="not a local path"):
         _ = Location("s3://bucket/key").path
+
+
+def test_an_object_that_s3_does_not_remove_is_an_error(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Location(f"{s3_bucket}/kept")
+    folder.join("a").write_bytes(b"1")
+    real = s3.client()
+
+    class Refusing:
+        """The real client, but for an answer that this server never gives (a bucket policy, an object lock)."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def delete_objects(self, Bucket: str, Delete: dict) -> dict:
+            return {"Errors": [{"Key": Delete["Objects"][0]["Key"], "Code": "AccessDenied", "Message": "locked"}]}
+
+    monkeypatch.setattr(s3, "client", Refusing)
+    with pytest.raises(OSError, match=r"1 objects cannot be removed, the first is kept/a \(AccessDenied: locked\)"):
+        folder.delete()

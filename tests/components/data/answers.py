@@ -1,10 +1,9 @@
 """Answers as the responses stage leaves them, made without an engine."""
 
-import pyarrow as pa
 import torch
 
-from components.data.answering import SCHEMA
-from components.data.parts import PartAccount, part_name, part_writer
+from components.data.answers import write_answers
+from components.data.parts import PartAccount, part_name
 from components.storage import Location
 
 FIRST_ID, END_ID = 8, 300
@@ -31,5 +30,4 @@ def random_ids(length: int, generator: torch.Generator) -> list[int]:
 
 def write_responses(folder: Location, *parts: list[dict]) -> None:
     for number, rows in enumerate(parts):
-        with part_writer(folder.join(part_name(number)), SCHEMA, PartAccount()) as writer:
-            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+        write_answers(folder.join(part_name(number)), rows, PartAccount())

@@ -153,7 +153,7 @@ def test_builtin_and_files_together(tmp_path):
         ("empty.json", b"[]", "holds no row"),
         ("roles.jsonl", b'{"messages": [{"role": "elf", "content": "Hi"}]}\n' * 3, "unknown_role 3"),
         ("broken.parquet", b"PAR1 no", "cannot read"),
-        ("broken.json", b"[{", "bad_json 1"),
+        ("broken.json", b"[{", "no whole JSON array"),
     ],
 )
 def test_nothing_usable_is_an_error_of_data_prompts(tmp_path, name, content, part):
@@ -169,3 +169,22 @@ def test_nothing_usable_is_an_error_of_data_prompts(tmp_path, name, content, par
 def test_folder_without_data_files_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="holds no data file"):
         read(tmp_path)
+
+
+def test_an_array_that_was_cut_off_is_refused_beside_a_good_file(tmp_path):
+    """As one bad row of 51 it would cost a hundred, and stay below every limit."""
+    (tmp_path / "good.jsonl").write_bytes(b"".join(line(f"good {i}") for i in range(50)))
+    array = json.dumps([row(f"row {i}") for i in range(100)]).encode()
+    (tmp_path / "cut.json").write_bytes(array[:-5])
+    with pytest.raises(ConfigError, match=r"data\.prompts: .*cut\.json is no whole JSON array.*leave out the file"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("depth", range(500, 980, 20))
+def test_a_deeply_nested_row_costs_itself_only(tmp_path, depth):
+    nested = "[" * depth + "]" * depth
+    tools = f'[{{"function": {{"name": "f", "parameters": {nested}}}}}]'
+    deep = f'{{"prompt": "deep", "tools": {tools}}}\n'.encode()
+    prompts, bad = read_bytes(tmp_path / "a.jsonl", line("one") + deep + line("three"))
+    assert texts(prompts) == ["one", "three"]
+    assert reasons(bad) == [(2, "bad_json")]

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from components.config import Settings
-from components.data.answering import SCHEMA, AnswerWorker
+from components.data.answering import AnswerWorker
+from components.data.answers import read_answers
 from components.data.documents import merge_turns
 from components.data.part_worker import PartTask, Piece
 from components.data.parts import QUARANTINE, PartAccount, part_names, read_account, read_columns
@@ -97,7 +99,7 @@ class Run:
         )
         listed = make_prompts()
         self.num_turns = sum(len(prompt.turns()) for prompt in listed)
-        write_prompts(self.prompts.join(PROMPTS), listed, {prompt.key: "train" for prompt in listed})
+        write_prompts(self.prompts, listed, {prompt.key: "train" for prompt in listed})
 
     def answer(self, worker: type[AnswerWorker] = AnswerWorker, **data) -> Outcome:
         config = self.settings.data.model_copy(update=data)
@@ -173,7 +175,7 @@ def here(ending_target, tmp_path_factory) -> Iterator[Callable[..., list[tuple[l
         for cut in prompt_ranges(run.prompts.join(PROMPTS), size):
             part = run.output.join(f"part-{next(files):05d}.parquet")
             worker.make([Piece(PartTask(0, cut.start, cut.num_bytes), part)])
-            parts.append((read_columns(part, SCHEMA.names).to_pylist(), read_account(part)))
+            parts.append((read_answers(part), read_account(part)))
         return parts
 
     with pytest.MonkeyPatch.context() as patch:
@@ -206,19 +208,24 @@ def test_what_is_drawn_depends_on_the_turn_and_not_on_what_is_answered_beside_it
     assert reseeded[0][0] != drawn[0][0]
 
 
-def test_an_answer_that_the_engine_gave_up_is_a_failed_row(here, monkeypatch):
-    on_answer = AnswerWorker._on_answer
-
-    def aborted(worker, dialogue, output):
-        if dialogue.key == "k03:0":
-            output.outputs[0].finish_reason = "abort"
-        on_answer(worker, dialogue, output)
-
-    monkeypatch.setattr(AnswerWorker, "_on_answer", aborted)
-    [(rows, account)] = here(100)
-    assert account.failed == {"no_answer": 1}
-    assert [row["reason"] for row in account.quarantine if row["key"] == "k03:0"] == ["no_answer"]
-    assert "k03:0" not in {row["key"] for row in rows}
+@pytest.mark.parametrize(("finish_reason", "token_ids"), [("abort", [40, 41]), ("error", []), ("stop", [])])
+def test_an_answer_that_is_none_fails_its_turn_and_those_after_it(ending_target, tmp_path, finish_reason, token_ids):
+    """vLLM's own outputs, which its engine makes of aborted requests only, handed to the worker without an engine."""
+    run = Run(tmp_path, ending_target)
+    kwargs = response_engine_kwargs(run.settings, str(ending_target))
+    write_prompts(run.prompts, make_prompts()[:2], {"k00": "train", "k01": "train"})
+    worker = AnswerWorker(run.output, lambda done: None, run.prompts, str(ending_target), kwargs, run.settings.data)
+    (whole,) = prompt_ranges(run.prompts.join(PROMPTS), 100)
+    file = run.output.join("part-00000.parquet")
+    part = worker._part(Piece(PartTask(0, whole.start, whole.num_bytes), file))
+    for dialogue in part.dialogues:
+        completion = CompletionOutput(0, "", token_ids, None, None, finish_reason=finish_reason)
+        worker._on_answer(dialogue, RequestOutput(dialogue.key, None, [7], None, [completion], finished=True))
+    account = read_account(file)
+    assert account.failed == {"no_answer": 3}
+    assert [lost["key"] for lost in account.quarantine] == ["k00:0", "k00:1", "k01:0"]
+    assert {lost["detail"] for lost in account.quarantine} == {f"finish reason {finish_reason}"}
+    assert read_answers(file) == []
 
 
 def test_a_turn_is_asked_with_the_targets_own_answer_before_it(finished):

@@ -1,21 +1,25 @@
 """The data stages as stages: what they depend on, how they account for rows, what they plan."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from components.config import Settings
 from components.config_loading import load_settings
-from components.data.parts import QUARANTINE
-from components.data.prompt_list import PROMPTS, fixed_cut, prompt_ranges, read_range
+from components.data.answers import write_answers
+from components.data.parts import QUARANTINE, PartAccount, conclude, part_name
+from components.data.preparation import prepare_prompts
+from components.data.prompt_list import PROMPTS, fixed_cut, prompt_ranges, read_range, write_prompts
 from components.data.stages import features_stage, prompts_stage, responses_stage, vocabulary_stage
 from components.rows import TooManyRowsLost
 from components.section import ConfigError
 from components.stage import Artifact, run_stage
 from components.storage import Location
+from components.target.chat import load_tokenizer
 from components.target.stages import target_stage
-from tests.components.data.prompt_rows import read
+from tests.components.data.prompt_rows import prompt, read
 from tests.peak import forget_peak, peak_bytes
 
 ROWS = [
@@ -140,6 +144,19 @@ def test_every_row_of_every_kind_is_accounted_for(tiny_target, tmp_path):
     assert list(artifact.facts["sources"].values()) == [{"usable": 8, "used": 4}, {"usable": 3, "used": 1}]
 
 
+def test_a_cap_is_filled_with_prompts_that_the_template_shows(tiny_target, tmp_path):
+    tokenizer = load_tokenizer(tiny_target)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'Add' in m['content'] %}{{ raise_exception('no sums') }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
+    rows = [{"prompt": f"Add {i} and {i + 1}."} for i in range(18)] + [{"prompt": "Why?"}, {"prompt": "How so?"}]
+    file = write_rows(tmp_path / "asked.jsonl", rows)
+    settings = settings_for(file, tiny_target, "data.max_prompts=2")
+    account = prepare_prompts(settings.data, tokenizer, 512).rows
+    assert (account.kept, account.dropped) == (2, {"template_rejects": 18})
+
+
 def test_rows_left_out_by_choice_do_not_fail_the_job(tiny_target, tmp_path):
     file = write_rows(tmp_path / "asked.jsonl", [{"prompt": "Again?"}] * 9 + [{"prompt": "Once?"}, {"prompt": 3}])
     storage = Location(f"{tmp_path}/s")
@@ -253,7 +270,40 @@ def test_ranges_cover_the_list_in_order(tiny_target, tmp_path):
         ranges = prompt_ranges(file, prompts_per_part)
         assert len(ranges) == -(-len(expected) // prompts_per_part)
         found = [listed.prompt for part in ranges for listed in read_range(file, part)]
-        assert found == expected
+        assert found == [replace(prompt, source="", line=0) for prompt in expected]
+
+
+def test_a_moved_or_a_bad_line_changes_no_content(tiny_target, tmp_path):
+    """So no prompt is answered again."""
+    storage, lax = Location(f"{tmp_path}/s"), "data.max_dropped_fraction=0.9"
+    found = []
+    for name, rows in (("a", ROWS), ("b", ROWS[::-1]), ("c", [{"text": "no prompt"}, *ROWS])):
+        (tmp_path / name).mkdir()
+        artifact, made = run_prompts(
+            settings_for(write_rows(tmp_path / name / "asked.jsonl", rows), tiny_target, lax), storage
+        )
+        assert made
+        found.append(artifact)
+    assert len({artifact.digest for artifact in found}) == 1
+    assert len({artifact.join(QUARANTINE).read_bytes() for artifact in found}) == 3
+    assert all(QUARANTINE in artifact.manifest["files"] for artifact in found)
+    other, _ = run_prompts(
+        settings_for(write_rows(tmp_path / "asked.jsonl", ROWS[:2]), tiny_target, lax), Location(f"{tmp_path}/t")
+    )
+    assert other.digest != found[0].digest
+
+
+def test_a_row_that_a_later_stage_loses_is_named_by_its_file_and_line(tmp_path):
+    prompts, output = Location(f"{tmp_path}/prompts"), Location(f"{tmp_path}/features")
+    listed = [prompt("one", line=7), prompt("two", line=9)]
+    write_prompts(prompts, listed, {of.key: "train" for of in listed})
+    account = PartAccount()
+    account.fail("not_finite", {"key": f"{listed[1].key}:2"}, "NaN")
+    write_answers(output.join(part_name(0)), [], account)
+    conclude("features", output, 1.0, prompts)
+    assert json.loads(output.join(QUARANTINE).read_bytes()) == {
+        "key": f"{listed[1].key}:2", "source": "a.jsonl", "line": 9, "reason": "not_finite", "detail": "NaN",
+    }  # fmt: skip
 
 
 def test_the_first_cut_stays(tmp_path):

@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from components.data.answering import SCHEMA
+from components.data.answers import read_answers, write_answers
 from components.data.documents import Turns, merge_turns
-from components.data.parts import FORMAT_KEY, PartAccount, UnknownFormat, part_name, part_writer, read_columns
+from components.data.parts import FORMAT_KEY, PartAccount, UnknownFormat, part_name, read_columns
 from components.data.row_checks import FeatureWidths
 from components.data.shards import StoredDocument, feature_row, write_shard
 from components.data.verify import Finding, Verification
@@ -63,12 +62,6 @@ def recorded(turns: Turns) -> StoredDocument:
     )
 
 
-def write_answers(part: Location, rows: list[dict], **account: int) -> None:
-    counted = PartAccount(**{"kept": len(rows)} | account)
-    with part_writer(part, SCHEMA, counted) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
-
-
 def write_features(part: Location, documents: Sequence[StoredDocument]) -> None:
     account = PartAccount(kept=len(documents))
     account.figures.update(documents=len(documents))
@@ -79,11 +72,11 @@ def make_set(storage: Location, documents: Sequence[StoredDocument] | None = Non
     """A finished set of responses and the features of them (or the given ones instead); the features' folder."""
 
     def answer(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        write_answers(output.join(PART), answers())
+        write_answers(output.join(PART), answers(), PartAccount(kept=4))
         return Outcome()
 
     def record(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        turns = merge_turns(read_columns(inputs["responses"].join(PART), None).to_pylist())
+        turns = merge_turns(read_answers(inputs["responses"].join(PART)))
         write_features(output.join(PART), [recorded(t) for t in turns] if documents is None else documents)
         return Outcome({"num_aux_layers": NUM_AUX, "hidden_size": HIDDEN})
 
@@ -187,25 +180,24 @@ def test_a_document_that_is_nowhere_is_named(folder: Location):
 def test_a_wrong_answer_is_named(folder: Location, change: dict, problem: str):
     rows = answers()
     rows[1] |= change
-    write_answers(folder.join(PART), rows)
+    write_answers(folder.join(PART), rows, PartAccount(kept=4))
     (finding,) = findings(folder)
     assert (finding.row, finding.key) == (1, "p1:0")
     assert problem in finding.problem
 
 
 def test_rows_that_the_account_does_not_count_are_noticed(folder: Location):
-    write_answers(folder.join(PART), answers(), kept=5)
+    write_answers(folder.join(PART), answers(), PartAccount(kept=5))
     assert [f.problem for f in findings(folder)] == ["it has 4 rows, its account says 5"]
 
 
 def test_an_unknown_format_is_refused_by_every_reader(folder: Location):
     part = folder.join(PART)
-    with part_writer(part, SCHEMA, PartAccount()) as writer:
-        writer.write_table(pa.Table.from_pylist(answers(), schema=SCHEMA))
+    write_answers(part, answers(), PartAccount())
     content = part.path.read_bytes()
     mark = content.rfind(FORMAT_KEY)
-    part.path.write_bytes(content[:mark] + content[mark:].replace(b"1", b"7", 1))
-    with pytest.raises(UnknownFormat, match=r"it has format 7, this version reads format 1\. Fix: use the version"):
+    part.path.write_bytes(content[:mark] + content[mark:].replace(b"2", b"7", 1))
+    with pytest.raises(UnknownFormat, match=r"it has format 7, this version reads format 2\. Fix: use the version"):
         read_columns(part, ["key"])
     assert "format 7" in findings(folder)[0].problem
 

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
-from components.data.answering import SCHEMA
-from components.data.parts import PartAccount, part_name, part_writer
+from components.data.answers import write_answers
+from components.data.parts import PartAccount, part_name
 from components.data.vocabulary import TokenCounts, build_vocabulary, choose_ids, count_tokens, read_used_ids
 from components.storage import Location
 
@@ -44,8 +43,7 @@ def test_only_training_rows_choose(tmp_path: Path):
             {"key": f"{i}:0", "prompt_key": str(i), "split": split, "prompt_ids": prompt, "output_ids": output}
             for i, (split, prompt, output) in enumerate(group)
         ]
-        with part_writer(folder.join(part_name(number)), SCHEMA, PartAccount()) as writer:
-            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+        write_answers(folder.join(part_name(number)), rows, PartAccount())
     found = count_tokens(folder, [part_name(i) for i in range(3)], VOCAB)
     assert np.flatnonzero(found.train_answers).tolist() == [7, 10]
     assert found.train_answers[7] == 3
@@ -60,7 +58,6 @@ def test_every_id_of_every_split_is_known_as_used(ray_cluster, tmp_path: Path):
         {"key": f"{i}:0", "prompt_key": str(i), "split": split, "prompt_ids": [3 * i], "output_ids": [3 * i + 1]}
         for i, split in enumerate(("train", "validation", "held_out"))
     ]
-    with part_writer(responses.join(part_name(0)), SCHEMA, PartAccount()) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+    write_answers(responses.join(part_name(0)), rows, PartAccount())
     build_vocabulary(responses, 4, VOCAB, [2], vocabulary)
     assert read_used_ids(vocabulary) == {0, 1, 3, 4, 6, 7}

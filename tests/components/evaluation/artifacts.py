@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from components.config import Settings
-from components.data.answering import SCHEMA
+from components.data.answers import write_answers
+from components.data.parts import PartAccount, part_name
 from components.stage import Artifact
 from components.storage import Location
 from tests.tiny import FIRST_ORDINARY_ID
@@ -33,7 +31,7 @@ def write_responses(folder: Path, rows: Sequence[dict[str, Any]]) -> Artifact:
     """Answered turns in one shard; each row gives key, family, split, prompt_ids and output_ids."""
     folder.mkdir(parents=True)
     filled = [{"turn": 0, "prompt_key": row["key"], "finish_reason": "length"} | row for row in rows]
-    pq.write_table(pa.Table.from_pylist(filled, schema=SCHEMA), folder / "part-00000.parquet")
+    write_answers(Location(str(folder)).join(part_name(0)), filled, PartAccount(kept=len(filled)))
     return make_artifact("responses", folder, {})
 
 

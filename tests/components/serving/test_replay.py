@@ -5,7 +5,7 @@ import json
 import pytest
 
 from components.config import Settings
-from components.data.prompt_list import PROMPTS, write_prompts
+from components.data.prompt_list import write_prompts
 from components.data.prompts import Prompt
 from components.evaluation.acceptance import total
 from components.serving.replay import (
@@ -133,6 +133,6 @@ def test_a_stream_that_breaks_is_an_error(raw, error):
 def test_prompts_given_as_ids_are_no_traffic(tmp_path):
     asked = [prompt("a", "Hello?"), Prompt("b", "family", [], None, "file", 2, ids=[5, 6])]
     folder = Location(str(tmp_path))
-    write_prompts(folder.join(PROMPTS), asked, {"a": "held_out", "b": "held_out"})
+    write_prompts(folder, asked, {"a": "held_out", "b": "held_out"})
     sessions = read_sessions(Artifact("prompts", folder, "f", {}), Settings())
     assert {turn[0]["content"] for session in sessions for turn in session.turns} == {"Hello?"}
