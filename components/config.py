@@ -29,7 +29,7 @@ class TargetConfig(Section):
 
 class PromptSource(Section):
     path: str | None = None
-    """`builtin`, or a file or folder of JSONL, JSON or Parquet, or a folder that `datasets` saved."""
+    """`builtin`, or a file or folder of JSONL, JSON or Parquet, here or at s3://, or a folder that `datasets` saved."""
     dataset: str | None = None
     """Hugging Face data set id, instead of a path."""
     name: str | None = None

@@ -6,13 +6,14 @@ results, which the target needs to read. Three rules for what recorded chats con
 - Consecutive user messages: where the row records answers they got one answer together, so they are one turn, joined by
   a blank line; in a row without answers each is a turn of its own.
 - A blank question or a blank recorded answer ends the conversation before that question.
-- Only one system turn, first: several at the start are joined by a blank line, a later one refuses the row. A blank
-  one says nothing and is left out.
+- System turns before the first question are joined by a blank line; a later one goes with the question after it, and the chat template
+  says whether the target can be told so. One that no question follows is left out, a blank one says nothing and is left out too; one
+  between a question and its answer refuses the row.
 """
 
 import json
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 from components.data.reasons import Reason, RowError
@@ -44,10 +45,11 @@ def conversation(row: Any) -> Conversation:
     records_answers = any(turn["role"] == "assistant" for turn in turns)
     turns, cut = _from_first_user(turns)
     turns, blank = _until_blank(turns)
-    messages, tools = system + _questions(turns, records_answers), row_tools(row)
+    turns, unasked = _until_last_question(turns)
+    messages, tools = _joined_systems(system + _questions(turns, records_answers)), row_tools(row)
     # Once more: calls and tools may have stood there as JSON text with escapes of its own.
     _check_surrogates([messages, tools])
-    return Conversation(messages, tools, blank or cut)
+    return Conversation(messages, tools, blank or cut or unasked)
 
 
 def _check_surrogates(value: Any) -> None:
@@ -58,11 +60,12 @@ def _check_surrogates(value: Any) -> None:
 
 
 def _split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """The system turn in front, and all other turns that say something."""
     leading = list(takewhile(lambda message: message["role"] == "system", messages))
-    turns = messages[len(leading) :]
-    if any(turn["role"] == "system" for turn in turns):
-        raise RowError(Reason.SYSTEM_IN_THE_MIDDLE, "a system turn follows another turn")
     texts = dict.fromkeys(message["content"] for message in leading if message["content"].strip())
+    turns = [turn for turn in messages[len(leading) :] if turn["role"] != "system" or turn["content"].strip()]
+    if any(one["role"] == "system" and other["role"] == "assistant" for one, other in pairwise(turns)):
+        raise RowError(Reason.SYSTEM_WITHOUT_QUESTION, "a system turn stands between a question and its answer")
     return [{"role": "system", "content": "\n\n".join(texts)}] if texts else [], turns
 
 
@@ -85,7 +88,16 @@ def _from_first_user(turns: list[Message]) -> tuple[list[Message], Reason | None
             Reason.NO_USER_TURN,
             f"only turns of {', '.join(sorted({turn['role'] for turn in turns}))}" if turns else "no turn at all",
         )
+    while start and turns[start - 1]["role"] == "system":
+        start -= 1
     return turns[start:], Reason.STARTS_WITH_ASSISTANT if start else None
+
+
+def _until_last_question(turns: list[Message]) -> tuple[list[Message], Reason | None]:
+    end = len(turns)
+    while turns[end - 1]["role"] == "system":
+        end -= 1
+    return turns[:end], Reason.SYSTEM_WITHOUT_QUESTION if end < len(turns) else None
 
 
 def _until_blank(turns: list[Message]) -> tuple[list[Message], Reason | None]:
@@ -99,7 +111,20 @@ def _until_blank(turns: list[Message]) -> tuple[list[Message], Reason | None]:
         question -= 1
     if not question:
         raise RowError(Reason.EMPTY_CONTENT, f"the first {turns[blank]['role']} turn is blank")
+    if all(turn["role"] == "system" for turn in turns[:question]):
+        raise RowError(Reason.EMPTY_CONTENT, "the first question is blank")
     return turns[:question], Reason.EMPTY_CONTENT
+
+
+def _joined_systems(messages: list[Message]) -> list[Message]:
+    """System turns that follow one another are one: what stood between them is not asked again."""
+    joined: list[Message] = []
+    for message in messages:
+        if message["role"] == "system" and joined and joined[-1]["role"] == "system":
+            joined[-1] = {"role": "system", "content": f"{joined[-1]['content']}\n\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _is_blank(turn: Message) -> bool:

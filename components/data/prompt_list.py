@@ -93,6 +93,12 @@ def read_range(file: Location, part: PromptRange) -> list[ListedPrompt]:
     return [_parse(line) for line in lines]
 
 
+def read_all(file: Location) -> Iterator[ListedPrompt]:
+    """One prompt after another."""
+    with file.open() as stream:
+        yield from map(_parse, _lines(stream))
+
+
 def fixed_cut(output: Location, prompts_per_part: int) -> int:
     """Prompts of a part in this output: the number that its first run was started with.
 

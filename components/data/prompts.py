@@ -30,7 +30,7 @@ class Prompt:
     key: str
     family: str
     messages: list[Message]
-    """A system turn or none, then user turns; before a user turn may stand tool calls with their results."""
+    """User turns; before each may stand a system turn, and tool calls with their results."""
     tools: list[Message] | None
     source: str
     """The file, and with `line` the place in it: for messages to people only."""
@@ -51,7 +51,7 @@ class Prompt:
         """The messages in pieces: the target answers after each piece, and its answer precedes the next."""
         pieces: list[list[Message]] = [[]]
         for message in self.messages:
-            if message["role"] == "user" and pieces[-1] and pieces[-1][-1]["role"] != "system":
+            if message["role"] in ("system", "user") and any(asked["role"] == "user" for asked in pieces[-1]):
                 pieces.append([])
             pieces[-1].append(message)
         return pieces

@@ -50,13 +50,16 @@ def row_messages(row: dict[str, Any]) -> list[Message]:
     `tool_call_id` and `name`.
     Shapes in the order in which they are looked for: `turns` (user turns; the system turn may stand in `messages`),
     `messages`, `conversations`, `conversation`, `prompt` as a list; then `instruction` or `prompt` as text, joined by a
-    blank line with `input` or `context`. A `system` or `system_prompt` beside any of them comes first.
+    blank line with `input` or `context`, after the `history` of pairs (question, answer). A `system` or `system_prompt` beside any of
+    them comes first.
 
     Raises:
         RowError: no such key, or a message that cannot be used.
     """
     system = row.get("system", row.get("system_prompt"))
-    leading = [{"role": "system", "content": system}] if isinstance(system, str) else []
+    if system is not None and not isinstance(system, str):
+        raise RowError(Reason.CONTENT_NOT_TEXT, f"the system prompt is a {type(system).__name__}")
+    leading = [{"role": "system", "content": system}] if system is not None else []
     return [_message(raw) for raw in leading + _raw_messages(row)]
 
 
@@ -88,7 +91,7 @@ def _raw_messages(row: dict[str, Any]) -> list[Any]:
             return row[key]
     for key in ("instruction", "prompt"):
         if key in row and not isinstance(row[key], list):
-            return _from_instruction(row[key], row.get("input") or row.get("context") or "")
+            return _from_history(row) + _from_instruction(row[key], row.get("input") or row.get("context") or "")
     if any(row.get(key) == [] for key in ("turns", "messages", "conversations", "conversation", "prompt")):
         raise RowError(Reason.NO_USER_TURN, "no turn at all")
     raise RowError(Reason.UNKNOWN_SHAPE, f"keys: {', '.join(sorted(map(str, row)))[:80]}")
@@ -98,6 +101,17 @@ def _from_turns(row: dict[str, Any]) -> list[Any]:
     beside = row["messages"] if isinstance(row.get("messages"), list) else []
     leading = [message for message in beside if isinstance(message, dict) and message.get("role") == "system"]
     return leading + [{"role": "user", "content": turn} if isinstance(turn, str) else turn for turn in row["turns"]]
+
+
+def _from_history(row: dict[str, Any]) -> list[Any]:
+    history = row.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise RowError(Reason.BAD_MESSAGE, "the history holds something else than pairs of question and answer")
+    return [
+        {"role": role, "content": text}
+        for pair in history
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
 def _from_instruction(*parts: Any) -> list[Any]:
@@ -117,6 +131,8 @@ def _message(raw: Any) -> Message:
         raise RowError(Reason.UNKNOWN_ROLE, name[:80])
     if role == "call":
         return {"role": "assistant", "content": "", "tool_calls": [_tool_call(_content(raw))]}
+    if raw.get("tools") or raw.get("functions"):
+        raise RowError(Reason.BAD_TOOLS, f"the {role} turn holds tools: they belong beside the messages")
     calls = _tool_calls(raw) if role == "assistant" else []
     message: Message = {"role": role, "content": _content(raw)}
     if calls:

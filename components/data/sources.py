@@ -1,13 +1,15 @@
-"""Where prompts come from: the built-in set, files, folders that `datasets` saved or lays out, and data set ids.
+"""Where prompts come from: the built-in set, files and folders (here or on S3, some that `datasets` saved or lays out), and data set ids.
 
 Every kind ends as raw rows, each with its place, and has an identity: the sha256 of its files, or its commit.
 """
 
 import hashlib
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ from components.data.layouts import (
     split_files,
 )
 from components.section import ConfigError
+from components.storage import Location
 
 BUILTIN = "builtin"
+S3 = "s3://"
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 
 
@@ -47,12 +51,14 @@ def read_source(source: PromptSource) -> Iterator[SourceRow]:
         yield from _read_dataset(source)
     elif source.path == BUILTIN:
         yield from _read_files(data_files(str(BUILTIN_FOLDER)), BUILTIN_FOLDER, BUILTIN, None)
-    elif is_saved(folder := Path(str(source.path))):
+    elif is_saved(folder := _on_disk(source)):
         yield from (SourceRow(row, folder.name) for row in saved_rows(folder, source.split))
     elif source.split or source.name:
-        yield from _read_split(source, folder, str(folder), folder.name)
+        yield from _read_split(source, folder, shown_name(source), folder.name)
+    elif (files := data_files(str(folder))) == [folder]:
+        yield from _read_files(files, None, shown_name(source), None)
     else:
-        yield from _read_files(data_files(str(folder)), None, "", None)
+        yield from _read_files(files, folder, shown_name(source).rstrip("/"), None)
 
 
 def source_identity(source: PromptSource) -> dict[str, Any]:
@@ -81,8 +87,38 @@ def shown_name(source: PromptSource) -> str:
     return source.path or source.dataset or ""
 
 
+def _on_disk(source: PromptSource) -> Path:
+    path = str(source.path)
+    return _fetched(path) if path.startswith(S3) else Path(path)
+
+
+@lru_cache
+def _fetched(uri: str) -> Path:
+    """A copy of what lies at an s3:// address, an object or all below a prefix; one for as long as this process runs."""
+    there, copy = Location(uri), Path(_copies().name) / hashlib.sha256(uri.encode()).hexdigest()[:16] / Path(uri).name
+    try:
+        names = there.files()
+        if not names and not there.exists():
+            fix = "name an existing object or the prefix of some"
+            raise ConfigError("data.prompts", f"{uri} does not exist", fix)
+        for name in names or [""]:
+            place, file = (there.join(name), copy / name) if name else (there, copy)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with place.open() as stream, file.open("wb") as target:
+                shutil.copyfileobj(stream, target)
+    except OSError as error:
+        fix = "check the address, the credentials and AWS_ENDPOINT_URL"
+        raise ConfigError("data.prompts", f"{uri} cannot be read ({' '.join(str(error).split())})", fix) from None
+    return copy
+
+
+@cache
+def _copies() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="aerie-prompts-")
+
+
 def _local_files(source: PromptSource) -> list[Path]:
-    folder = BUILTIN_FOLDER if source.path == BUILTIN else Path(str(source.path))
+    folder = BUILTIN_FOLDER if source.path == BUILTIN else _on_disk(source)
     if is_saved(folder):
         return saved_files(folder, source.split)
     if source.split or source.name:
@@ -113,7 +149,7 @@ def _read_split(source: PromptSource, folder: Path, shown: str, family: str) -> 
 
 def _read_files(files: list[Path], root: Path | None, shown: str, family: str | None) -> Iterator[SourceRow]:
     for file in files:
-        name = f"{shown}/{file.relative_to(root).as_posix()}" if root else str(file)
+        name = f"{shown}/{file.relative_to(root).as_posix()}" if root else shown
         for row in read_rows(file, name):
             yield SourceRow(row, family or file.stem)
 

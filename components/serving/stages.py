@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from components.config import Settings
-from components.data.prompts import Prompt
+from components.data.prompt_list import PROMPTS, read_all
 from components.evaluation.acceptance import RequestRecord, total
 from components.evaluation.arms import Arm, baseline_arm, head_arm, refuse_synthetic, synthetic_arms
 from components.evaluation.estimates import interval_facts
@@ -122,8 +122,7 @@ def platform_identity(settings: Settings) -> dict[str, Any]:
 
 def read_sessions(prompts: Artifact, settings: Settings) -> list[Session]:
     """The traffic: held-out prompts, as many requests as `ab.requests`; token ids are no chat, and left out."""
-    rows = [json.loads(line) for line in prompts.join("prompts.jsonl").read_bytes().splitlines()]
-    held_out = [Prompt(**{k: v for k, v in row.items() if k != "split"}) for row in rows if row["split"] == "held_out"]
+    held_out = [listed.prompt for listed in read_all(prompts.join(PROMPTS)) if listed.split == "held_out"]
     return make_sessions([prompt for prompt in held_out if prompt.ids is None], settings.ab.requests)
 
 

@@ -13,6 +13,7 @@ import pytest
 from components.config import PromptSource
 from components.data.sources import source_identity
 from components.section import ConfigError
+from components.storage import Location
 from tests.components.data.prompt_rows import read, write_rows
 from tests.components.target.hub import COMMIT, GATED, HubHandler, serve_hub
 
@@ -231,3 +232,26 @@ def test_what_was_fetched_is_read_again_without_a_network(answers, hub):
         "data.prompts: lab/nothing is not in the local cache and Hugging Face cannot be reached"
     )
     assert offline[3].endswith("Fix: check the network, or name local files with `path`")
+
+
+def test_prompts_on_s3_are_read_like_a_folder_or_a_file(s3_bucket: str, tmp_path: Path) -> None:
+    folder = tmp_path / "asked"
+    folder.mkdir()
+    for name, text in (("maths", "one"), ("chat", "two")):
+        Location(f"{s3_bucket}/asked/{name}.jsonl").write_bytes(
+            Path(write_rows(folder / f"{name}.jsonl", rows(text))).read_bytes()
+        )
+    (prompts, bad), (local, _) = read(f"{s3_bucket}/asked"), read(folder)
+    assert [(p.key, p.family) for p in prompts] == [(p.key, p.family) for p in local]
+    assert not bad
+    assert sorted(p.source for p in prompts) == [f"{s3_bucket}/asked/chat.jsonl", f"{s3_bucket}/asked/maths.jsonl"]
+    (one,), _ = read(f"{s3_bucket}/asked/chat.jsonl")
+    assert (one.source, one.family, texts([one])) == (f"{s3_bucket}/asked/chat.jsonl", "chat", ["two"])
+    here, there = (source_identity(PromptSource(path=str(path))) for path in (folder, f"{s3_bucket}/asked"))
+    assert here == there
+    assert f"{s3_bucket}/nothing does not exist" in error_of(f"{s3_bucket}/nothing")
+
+
+def test_an_s3_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert "s3://nowhere/asked cannot be read" in error_of("s3://nowhere/asked")

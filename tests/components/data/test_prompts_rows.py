@@ -3,6 +3,7 @@
 import pytest
 
 from components.data.conversation import Conversation, conversation
+from components.data.prompts import Prompt
 from components.data.reasons import Reason, RowError
 
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"town": {"type": "string"}}}}
@@ -90,16 +91,43 @@ def test_leading_system_turns_are_joined():
     assert asked(row) == [("system", "Be kind.\n\nUse rhymes."), ("user", "Hi")]
 
 
-@pytest.mark.parametrize(
-    "turns",
-    [
-        [("user", "Hi"), ("system", "Be kind."), ("assistant", "Hello.")],
-        [("system", "One."), ("user", "Hi"), ("assistant", "Hello."), ("system", "Two."), ("user", "Bye")],
-        [("assistant", "Welcome."), ("system", "Be kind."), ("user", "Hi")],
-    ],
-)
-def test_system_in_the_middle_refuses_the_row(turns):
-    assert refused(said(*turns)) == Reason.SYSTEM_IN_THE_MIDDLE
+def test_a_later_system_turn_goes_with_the_question_after_it():
+    row = said(("system", "One."), ("user", "Hi"), ("assistant", "Hello."), ("system", "Two."), ("user", "Bye"))
+    assert asked(row) == [("system", "One."), ("user", "Hi"), ("system", "Two."), ("user", "Bye")]
+    messages = conversation(row).messages
+    pieces = Prompt("k", "f", messages, None, "a.jsonl", 1).turns()
+    assert [[message["content"] for message in piece] for piece in pieces] == [["One.", "Hi"], ["Two.", "Bye"]]
+
+
+def test_a_system_turn_after_a_welcome_comes_first():
+    row = said(("system", "One."), ("assistant", "Welcome."), ("system", "Two."), ("user", "Hi"))
+    found = conversation(row)
+    assert [message["content"] for message in found.messages] == ["One.\n\nTwo.", "Hi"]
+    assert found.cut == Reason.STARTS_WITH_ASSISTANT
+
+
+@pytest.mark.parametrize("last", [(), (("user", " "),), (("user", "Bye"), ("assistant", " "))])
+def test_a_system_turn_that_no_question_follows_is_left_out_and_said(last):
+    found = conversation(said(("user", "Hi"), ("assistant", "Hello."), ("system", "Two."), *last))
+    assert found.messages == [{"role": "user", "content": "Hi"}]
+    assert found.cut == (Reason.EMPTY_CONTENT if last else Reason.SYSTEM_WITHOUT_QUESTION)
+
+
+def test_a_system_turn_between_a_question_and_its_answer_refuses_the_row():
+    assert refused(said(("user", "Hi"), ("system", "Two."), ("assistant", "Hello."))) == Reason.SYSTEM_WITHOUT_QUESTION
+
+
+def test_the_history_of_an_instruction_comes_before_it():
+    row = {"history": [["Name a river.", "Nile."]], "instruction": "And a lake.", "input": ""}
+    assert asked(row) == [("user", "Name a river."), ("user", "And a lake.")]
+    assert refused(row | {"history": ["Name a river."]}) == Reason.BAD_MESSAGE
+
+
+def test_what_cannot_be_told_to_the_target_has_a_reason():
+    assert refused({"prompt": "Hi", "system": {"text": "Be kind."}}) == Reason.CONTENT_NOT_TEXT
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    row = {"messages": [{"role": "system", "content": "x", "tools": tools}, {"role": "user", "content": "Hi"}]}
+    assert refused(row) == Reason.BAD_TOOLS
 
 
 def test_leading_assistant_turn_is_left_out_and_said():

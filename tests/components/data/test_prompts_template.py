@@ -9,6 +9,7 @@ from components.data.prompts import Prompt, row_key
 from components.data.reasons import Reason
 from components.data.template import renderable
 from tests.chat_templates import FAMILIES, family_tokenizer
+from tests.components.data.prompt_rows import user
 from tests.tiny import make_tokenizer
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -70,6 +71,27 @@ def test_a_family_without_system_turns_loses_rows_that_have_one_and_no_other(fam
     good, bad = renderable([SYSTEM, TWO_TURNS], family_tokenizer(family))
     assert good == [row for row in (SYSTEM, TWO_TURNS) if row not in lost]
     assert [(row.reason, row.detail) for row in bad] == [("template_rejects", "there is no system role")] * len(lost)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_template_says_whether_a_later_system_turn_can_be_told(family):
+    later = prompt(
+        [*user("Hi"), {"role": "assistant", "content": "Hello."}, {"role": "system", "content": "Rhyme."}, *user("Bye")]
+    )
+    tokenizer = family_tokenizer(family)
+    good, bad = renderable([later], tokenizer)
+    assert bool(good) != bool(bad)
+    assert not bad or bad[0].reason in ("template_rejects", "template_hides_text")
+    if good:
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Oh."}, *later.turns()[1]]
+        assert "Rhyme." in tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def test_later_system_turns_survive_in_some_family_and_not_in_all():
+    later = prompt([*user("Hi"), {"role": "system", "content": "Rhyme."}, *user("Bye")])
+    kept = [family for family in FAMILIES if renderable([later], family_tokenizer(family))[0]]
+    assert "llama" in kept
+    assert "gemma" not in kept
 
 
 def test_the_runs_switches_reach_the_template(tokenizer):

@@ -64,7 +64,7 @@ def stage_inputs(
     """What the `ab` stage reads, where there is no champion yet."""
     folder = tmp_path_factory.mktemp("prompts")
     prompts = [Prompt(f"p{i}", f"f{i % 2}", _turns(i, q), None, "file", i) for i, q in enumerate(QUESTIONS)]
-    write_prompts(Location(str(folder / "prompts.jsonl")), prompts, {p.key: "held_out" for p in prompts})
+    write_prompts(Location(str(folder)), prompts, {p.key: "held_out" for p in prompts})
     facts = {"target": {"model": str(served_target), "path": str(served_target)}, "incumbent": {"version": None}}
     facts |= {"drafts": {"drafts": {}}, "evaluation": {"candidate": {"place": "head"}}}
     places = {"prompts": folder, "head": random_head}
