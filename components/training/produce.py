@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from components.config import Settings
 from components.data.extractors.interface import extractor_spec
 from components.data.parts import QUARANTINE, write_quarantine
+from components.data.prompt_list import prompt_key, read_places, with_places
 from components.data.streaming import UNUSABLE
 from components.data.vocabulary import read_used_ids
 from components.draft.checkpoint import save_head
@@ -128,7 +129,8 @@ def export_head(spec: HeadSpec, seed: int, checkpoint: Checkpoint, place: Locati
 def _streamed_rows(settings: Settings, inputs: Mapping[str, Artifact], output: Output) -> RowAccount:
     """What became of the training documents that nobody had looked at before."""
     lost = unusable_documents(output.join(UNUSABLE))
-    write_quarantine(output.location, lost)
+    places = read_places(inputs["prompts"].location, {prompt_key(row["key"]) for row in lost})
+    write_quarantine(output.location, with_places(lost, places))
     total = inputs["features"].facts["streamed_documents"]
     rows = RowAccount(total, total - len(lost), failed=dict(Counter(row["reason"] for row in lost)))
     log.info("head: documents %s", rows.table())

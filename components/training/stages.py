@@ -40,7 +40,8 @@ def head_stage(settings: Settings) -> Stage:
             **_candidates(settings),
             **_capture_identity(settings),
         },
-        inputs=("target", "features", "vocabulary"),
+        # the prompts: to say where a document that is lost while it is streamed was asked
+        inputs=("target", *(() if settings.data.mode == "store" else ("prompts",)), "features", "vocabulary"),
         plan=lambda artifacts: _plan(settings, artifacts),
         forecast=lambda known, expected: _forecast(settings, known, expected),
         tokens_done=lambda manifest: manifest["facts"]["tokens_per_s"] * manifest["facts"]["train_seconds"],

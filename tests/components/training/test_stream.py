@@ -16,6 +16,8 @@ from components.data.extractors.interface import Extractor, ExtractorSpec, extra
 from components.data.features import OUTLINED_SPLITS
 from components.data.part_worker import PartTask, Piece
 from components.data.parts import QUARANTINE, part_name
+from components.data.prompt_list import write_prompts
+from components.data.prompts import Prompt
 from components.data.verdict import SILENT_DEATH
 from components.data.vocabulary import build_vocabulary
 from components.stage import Artifact, Outcome, Output
@@ -72,7 +74,8 @@ def inputs(ray_cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     target = make_tiny_llama(folder / "target", hidden=HIDDEN, layers=NUM_LAYERS, kv_heads=1, heads=2)
     generator = torch.Generator().manual_seed(0)
     splits = dict.fromkeys((0, 1), "validation") | dict.fromkeys((2, 3), "held_out")
-    rows = []
+    rows, prompts = [], [Prompt(f"p{n}", "maths", [], None, "asked.jsonl", n + 1) for n in range(NUM_DOCUMENTS)]
+    write_prompts(Location(str(folder / "prompts")), prompts, {prompt.key: "train" for prompt in prompts})
     for number in range(NUM_DOCUMENTS):
         ids = random_ids(NUM_TOKENS, generator)
         if number == DEADLY_DOCUMENT:
@@ -94,6 +97,7 @@ def inputs(ray_cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     described = {"aux_layers": AUX_LAYERS, "streamed_documents": NUM_DOCUMENTS - len(splits)}
     return {
         "target": make_artifact("target", folder, facts),
+        "prompts": make_artifact("prompts", folder / "prompts", {}),
         "features": make_artifact("features", folder / "features", described),
         "vocabulary": make_artifact("vocabulary", folder / "vocabulary", {}),
     }
@@ -115,7 +119,8 @@ def test_a_deadly_document_costs_itself_and_the_driver_holds_no_rows(
     assert outcome.rows is not None
     assert outcome.rows.table() == "in 156, kept 155, truncated 0, failed[worker_died] 1"
     (lost,) = [json.loads(line) for line in output.join(QUARANTINE).read_bytes().splitlines()]
-    assert lost == {"key": f"p{DEADLY_DOCUMENT}:0", **SILENT_DEATH._asdict()}
+    place = {"source": "asked.jsonl", "line": DEADLY_DOCUMENT + 1}
+    assert lost == {"key": f"p{DEADLY_DOCUMENT}:0", **place, **SILENT_DEATH._asdict()}
     assert outcome.facts["steps"] == 5
     streamed = NUM_DOCUMENTS * NUM_TOKENS * bytes_per_token(len(AUX_LAYERS), HIDDEN)
     assert streamed > 160 * MB
