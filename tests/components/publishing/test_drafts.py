@@ -169,6 +169,6 @@ def test_the_publisher_refuses_what_a_load_test_measured(tmp_path: Path, mlflow_
     evidence = Evidence(pipeline.settings, pipeline.artifacts, None)  # type: ignore[arg-type]  # it gets no further
     heads = registry_of(pipeline.settings, pipeline.storage)
     with pytest.raises(SyntheticArm, match="the publisher"):
-        publish(evidence, pipeline.tracker, heads, None, tmp_path / "out")
+        publish(evidence, pipeline.tracker, heads, None, lambda version: pytest.fail("traffic moved"), tmp_path / "out")
     assert not MlflowClient(mlflow_server).search_registered_models(f"name = '{name}'")
     assert not (tmp_path / "out").exists()
