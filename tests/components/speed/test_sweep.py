@@ -87,4 +87,4 @@ def test_the_published_benchmark_is_a_valid_configuration_under_a_clusters_overl
     assert (speed.concurrencies, speed.num_speculative_tokens) == ([1, 2, 4, 8, 16, 32, 64], [3, 5, 7])
     assert (speed.output_tokens, speed.num_prompts, list(speed.prompts)) == (2048, None, ["mt_bench", "humaneval"])
     assert settings.target.max_model_len > speed.output_tokens
-    assert len(points(list(speed.prompts), speed)) == 14
+    assert len(points(list(speed.prompts), speed)) == 2 * (7 + 1)  # and a finite rate
