@@ -1,7 +1,7 @@
 """What is kept is what an alias, a running stage or a pin needs, and all that it was made of; the rest can be removed."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from uuid import uuid4
 
@@ -17,6 +17,7 @@ from components.stage import LEASE, PIN, Artifact, Outcome, Output, Stage, run_s
 from components.storage import Location
 from pipelines.data import app
 from tests.components.publishing.rehearsal import rehearse
+from tests.conftest import free_port, run_mlflow_server
 
 TTL_S = 60.0
 
@@ -29,6 +30,13 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
 @pytest.fixture
 def folder(tmp_path: Path) -> Location:
     return Location(str(tmp_path / "s"))
+
+
+@pytest.fixture(scope="module")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One of its own: what is needed is asked of every model, and other tests leave many."""
+    with run_mlflow_server(tmp_path_factory.mktemp("mlflow"), free_port()) as address:
+        yield address
 
 
 @pytest.fixture
