@@ -218,6 +218,7 @@ def test_equal_head_with_a_larger_k_does_not_replace_the_champion(
         f"evaluate.num_speculative_tokens={K + 1}",
         "publish.gate.min_effect=0.1",
         "ab.arms.ngram=0.25",
+        "ab.salt=three",  # deals these 11 sessions 4, 4 and 3
     ]
     with asked_all_the_time(project, "target") as statuses:
         done = project.run(*(word for setting in settings for word in ("--set", setting)))
