@@ -227,7 +227,9 @@ def test_equal_head_with_a_larger_k_does_not_replace_the_champion(
     assert served_alone(project, "champion").startswith("v1-")
     arms = project.manifests("ab")[-1]["facts"]["arms"]
     assert list(arms) == ["champion", "challenger", "ngram"]
-    assert all(arm["drafted"] >= arm["rounds"] > arm["errors"] == 0 for arm in arms.values()), arms
+    assert all(arm["requests"] > arm["errors"] == 0 for arm in arms.values()), arms
+    # the cycle is longer than an answer, so that n-grams seldom find anything to draft
+    assert all(arms[head]["drafted"] >= arms[head]["rounds"] > 0 for head in ("champion", "challenger")), arms
     verdict = read_verdict(project)
     assert verdict["promote"] is False
     assert f"acceptance length at K={K}" in {r["check"] for r in verdict["reasons"] if not r["passed"]}
