@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.state import list_actors
 
+from components.beside import thread_beside
 from components.config import Settings, StageResources
 from components.section import ConfigError
 
@@ -90,9 +91,8 @@ def check_fits(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) -> N
 @contextmanager
 def waiting_lines(title: str, needs: Sequence[Need], has_started: Callable[[], bool]) -> Iterator[None]:
     """Says, as long as nothing has started while the block runs, what is waited for and who has it."""
-    over = threading.Event()
 
-    def watch() -> None:
+    def watch(over: threading.Event) -> None:
         wait_s = PATIENCE_S
         while not over.wait(wait_s):
             with suppress(RayError):  # the lines are a courtesy
@@ -101,13 +101,8 @@ def waiting_lines(title: str, needs: Sequence[Need], has_started: Callable[[], b
                 log.warning("%s: %s", title, waiting_line(needs))
             wait_s = REPEAT_S
 
-    thread = threading.Thread(target=watch, name=f"{title}-waiting", daemon=True)
-    thread.start()
-    try:
+    with thread_beside(f"{title}-waiting", watch):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def waiting_line(needs: Sequence[Need]) -> str:

@@ -18,6 +18,7 @@ import ray.data
 from ray.exceptions import RayError
 from ray.util.annotations import RayDeprecationWarning
 
+from components.beside import start_beside_driver
 from components.cluster_room import Need, check_room, waiting_lines
 from components.config import StageResources
 from components.data.part_worker import PartRunner, PartTask, PartWorker
@@ -29,7 +30,6 @@ from components.data.progress import (
     Stop,
     WorkersFailed,
     progress_lines,
-    start_beside_driver,
 )
 from components.section import ConfigError
 from components.storage import Location

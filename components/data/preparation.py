@@ -163,7 +163,6 @@ def _account(prompts: Sequence[Prompt], lost: Sequence[BadRow], over_cap: int) -
 
 def _facts(prompts: Sequence[Prompt], splits: dict[str, Split], chosen: Selection) -> dict[str, Any]:
     return {
-        "turns": sum(len(prompt.turns()) for prompt in prompts),
         "asked": asdict(Asked.of(prompts)),
         "splits": dict(sorted(Counter(splits.values()).items())),
         "families": dict(sorted(Counter(prompt.family for prompt in prompts).items())),

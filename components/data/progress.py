@@ -6,15 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
-import ray
-from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import RayError
+
+from components.beside import thread_beside
 
 log = logging.getLogger("aerie")
-
-T = TypeVar("T")
 
 Failure = Literal["rows", "start", "full", "storage", "driver"]
 """While rows were made, while the worker started, because nothing more can be written, because the storage did not answer, or nobody
@@ -104,47 +102,18 @@ class Progress:
         return dict(self._done)
 
 
-def start_beside_driver(actor: type, *arguments: Any) -> Any:
-    """An actor on the driver's own node: the workers of all other nodes should outlive any one of them."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0)(actor).options(scheduling_strategy=here).remote(*arguments)
-
-
-def run_beside_driver(function: Callable[..., T], *arguments: Any) -> T:
-    """What the function returns, called in another process on the driver's own node (it sees the same disk): the driver holds none of
-    what it holds meanwhile. Where Ray is not connected it is called here.
-
-    Raises:
-        Exception: what the function raised.
-    """
-    if not ray.is_initialized():
-        return function(*arguments)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    task = ray.remote(num_cpus=0)(function).options(scheduling_strategy=here, max_retries=0)
-    try:
-        return ray.get(task.remote(*arguments))
-    except RayTaskError as error:
-        raise error.cause from None
-
-
 @contextmanager
 def progress_lines(title: str, unit: str, total: int, done: Callable[[], Mapping[str, int]]) -> Iterator[None]:
     """Logs how far a job is, every `PROGRESS_INTERVAL_S` while the block runs."""
-    stop = threading.Event()
     started_at_s = time.monotonic()
 
-    def speak() -> None:
-        while not stop.wait(PROGRESS_INTERVAL_S):
+    def speak(over: threading.Event) -> None:
+        while not over.wait(PROGRESS_INTERVAL_S):
             with suppress(RayError):  # the figures are a courtesy
                 log.info("%s: %s", title, _figures(unit, total, done(), time.monotonic() - started_at_s))
 
-    thread = threading.Thread(target=speak, name=f"{title}-progress", daemon=True)
-    thread.start()
-    try:
+    with thread_beside(f"{title}-progress", speak):
         yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def _figures(unit: str, total: int, done: Mapping[str, int], elapsed_s: float) -> str:

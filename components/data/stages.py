@@ -28,7 +28,7 @@ def prompts_stage(settings: Settings) -> Stage:
     data = settings.data
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        from components.data.progress import run_beside_driver
+        from components.beside import run_beside_driver
 
         target = inputs["target"]
         vocab_size = target.facts["vocab_size"]
@@ -74,7 +74,7 @@ def responses_stage(settings: Settings) -> Stage:
         target, prompts = inputs["target"], inputs["prompts"]
         check_length(settings, target.facts["max_position_embeddings"])
         outcome = answer_prompts(
-            settings, prompts.location, prompts.facts["turns"], str(target_path(target)), output.location
+            settings, prompts.location, prompts.facts["asked"]["turns"], str(target_path(target)), output.location
         )
         _report(output, outcome.rows)
         return outcome

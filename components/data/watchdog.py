@@ -8,8 +8,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import psutil
+
+from components.beside import thread_beside
 
 LOOKS = 10  # in the time that a worker may be silent
 LAST_WORDS_TIMEOUT_S = 30.0
@@ -36,18 +39,14 @@ class Watchdog:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the calling thread while the block runs."""
-        over = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(over, threading.get_ident()), name="watchdog", daemon=True)
         _exit_in(self._timeout_s)
-        thread.start()
         try:
-            yield
+            with thread_beside("watchdog", partial(self._watch, threading.get_ident())):
+                yield
         finally:
-            over.set()
-            thread.join()
             faulthandler.cancel_dump_traceback_later()
 
-    def _watch(self, over: threading.Event, watched: int) -> None:
+    def _watch(self, watched: int, over: threading.Event) -> None:
         while not over.wait(self._timeout_s / LOOKS):
             if time.monotonic() - self._seen_at_s() > self._timeout_s:
                 self._end(watched)

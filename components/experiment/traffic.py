@@ -180,10 +180,10 @@ def _serve(rng: np.random.Generator, counted: Array, rounds: Array) -> tuple[Arr
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Requests of a JSONL file, or of an arm's file of the evaluation."""
     try:
-        text = path.read_text()
+        content = path.read_bytes()
         if path.suffix == ".json":
-            return [answer["record"] for answer in json.loads(text)["answers"]]
-        return [json.loads(line) for line in text.splitlines()]
+            return [answer["record"] for answer in json.loads(content)["answers"]]
+        return [json.loads(line) for line in content.splitlines()]  # of bytes: U+2028 in a text ends no line
     except (OSError, ValueError, LookupError, TypeError) as error:
         problem = f"cannot read {path} ({error})"
         raise ConfigError(

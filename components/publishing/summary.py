@@ -102,7 +102,7 @@ def _addresses(pipeline: Pipeline, publish: Artifact, is_there: bool) -> list[tu
 def _dashboard() -> str:
     if not ray.is_initialized():  # nothing had to run, so nothing connected
         return "http://127.0.0.1:8265 unless `ray start` said otherwise"
-    return f"http://{ray.init(ignore_reinit_error=True).dashboard_url}"
+    return f"http://{ray.init(ignore_reinit_error=True, logging_level='warning').dashboard_url}"
 
 
 def _endpoint(pipeline: Pipeline) -> str:

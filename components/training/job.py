@@ -24,9 +24,9 @@ from ray.train import (
 )
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from components.beside import start_beside_driver
 from components.cluster_room import Need, Started, waiting_lines
 from components.config import StageResources, TrainConfig
-from components.data.progress import start_beside_driver
 from components.draft.schedule import StepSums
 from components.training.reduce import reduce_sums
 from components.training.setup import HeadSpec, build_trainer, own_documents

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import ray
 from ray import ObjectRef
 
+from components.beside import start_beside_driver
 from components.cluster_room import Need, are_up, check_room, stage_needs, waiting_lines
 from components.config import Settings
 from components.data.extractors.interface import ExtractorSpec
 from components.data.open_shards import Kept, OpenShards
-from components.data.progress import start_beside_driver
 from components.data.streaming import StreamJob, StreamWorker
 from components.data.trials import Place, Trials
 from components.draft.batch import Document

@@ -134,12 +134,12 @@ def test_the_data_stages_expect_what_they_then_write(tiny_target: Path, folder: 
 
     made, _ = run_stage(stages[0], {}, folder, TTL_S)
     listed, _ = run_stage(stages[1], {"target": made}, folder, TTL_S)
-    assert listed.facts["turns"] == pytest.approx(
+    assert listed.facts["asked"]["turns"] == pytest.approx(
         prompts.forecast.rows, rel=0.2
     )  # which ones are drawn is not known yet
     again = make_plan(stages, {}, folder).stages
     assert [s.state for s in again] == ["done", "done", "run", "run", "run"]
-    assert again[2].forecast.rows == listed.facts["turns"]
+    assert again[2].forecast.rows == listed.facts["asked"]["turns"]
     assert listed.manifest["bytes"] == pytest.approx(prompts.forecast.bytes, rel=0.2)
     assert again[3].forecast.tokens == pytest.approx(features.forecast.tokens, rel=0.2)
 

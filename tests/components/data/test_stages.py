@@ -56,7 +56,7 @@ def test_prompts_are_listed_and_bad_rows_are_accounted_for(tiny_target, tmp_path
     }  # fmt: skip
     (lost,) = [json.loads(line) for line in artifact.join(QUARANTINE).read_bytes().splitlines()]
     assert (lost["source"], lost["line"], lost["reason"]) == (str(file), 3, "unknown_role")
-    assert artifact.facts["turns"] == 4
+    assert artifact.facts["asked"]["turns"] == 4
     assert artifact.facts["families"] == {"asked": 1, "chat": 1, "explanation": 1}
     assert artifact.facts["splits"]["held_out"] == 1
     listed = [json.loads(line) for line in artifact.join(PROMPTS).read_bytes().splitlines()]
