@@ -112,7 +112,8 @@ def last_run(stage: Stage, known: Mapping[str, Artifact], storage: Location) -> 
     ]
     if "target" in stage.inputs:
         digest = known["target"].digest if "target" in known else None
-        runs = [manifest for manifest in runs if manifest["inputs"]["target"]["digest"] == digest]
+        # a stage that was left out, or an older version of it, may have read less
+        runs = [manifest for manifest in runs if manifest["inputs"].get("target", {}).get("digest") == digest]
     if not runs:
         return None
     newest = max(runs, key=lambda manifest: manifest["finished_at"])

@@ -71,6 +71,16 @@ def test_time_is_that_of_the_newest_finished_output_of_this_target(storage: Loca
     assert last_run(changed, {}, storage) is None
 
 
+def test_an_output_made_when_the_stage_read_less_says_nothing_of_the_time(folder: Location):
+    target, _ = run_stage(stage("target"), {}, folder, TTL_S)
+    run_stage(stage("speed", left_out=True), {}, folder, TTL_S)
+    known = {"target": target}
+    asked = stage("speed", inputs=("target",), left_out=False)
+    assert last_run(asked, known, folder) is None
+    run_stage(asked, known, folder, TTL_S)
+    assert last_run(asked, known, folder) is not None
+
+
 def test_a_run_that_only_went_on_says_nothing_of_the_time(folder: Location):
     slow = stage("slow")
     folder.join("slow", slow.fingerprint({}), "part-0").write_bytes(b"x")
