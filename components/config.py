@@ -201,12 +201,26 @@ class TrainConfig(Section):
     """Autocast dtype over fp32 master weights."""
     train_embeddings: bool = True
     """Whether the embedding rows that the training texts use are trained."""
+    embedding_updates: Literal["dense", "sparse"] = "dense"
+    """sparse: a step moves the embedding rows that it read and no others (SparseAdam): less time and memory for a large vocabulary."""
+    train_lm_head: bool = True
+    """Whether the head's output layer is trained, or stays the target's."""
     shard: bool = False
     """Cut weights, gradients and optimiser state over the workers (FSDP2): for heads whose state fills a GPU."""
     checkpoint_every_steps: Count | None = None
     """Optimiser steps between checkpoints; null: at the end of every epoch."""
     seed: int = 0
     """Of the head's start, the order of documents and the chains."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainConfig":
+        if self.embedding_updates == "sparse":
+            for name, clash in (("shard", self.shard), ("weight_decay", self.weight_decay > 0)):
+                if clash:
+                    raise ValueError(
+                        f"train.embedding_updates=sparse goes without train.{name}: leave {name} at its default, or choose dense"
+                    )
+        return self
 
 
 class BenchmarkConfig(Section):

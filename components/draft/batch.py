@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.chain_attention.layout import send
+
 
 @dataclass(frozen=True)
 class Document:
@@ -73,6 +75,11 @@ class PackedBatch:
             doc_lengths=tuple(len(doc.input_ids) for doc in documents),
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tensors."""
+        return sum(t.nbytes for t in (self.input_ids_T, self.loss_mask_T, self.aux_hidden_TX, self.last_hidden_TH))
+
     def outline(self) -> "PackedBatch":
         """The same documents on the CPU and without features: all that drawing chains needs."""
         nothing = self.aux_hidden_TX[:, :0].cpu()
@@ -83,11 +90,16 @@ class PackedBatch:
         return self._map(Tensor.pin_memory)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        """On another device, with the indices that the prefix pass reads: worked out here, they do not make a GPU wait."""
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        for name in ("token_N", "position_N"):
+            moved.__dict__[name] = send(getattr(self, name), torch.device(device))
+        return moved
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tells the allocator that `stream` reads what another one wrote."""
-        for tensor in (self.input_ids_T, self.loss_mask_T, self.aux_hidden_TX, self.last_hidden_TH):
+        features = (self.input_ids_T, self.loss_mask_T, self.aux_hidden_TX, self.last_hidden_TH)
+        for tensor in (*features, self.token_N, self.position_N):
             tensor.record_stream(stream)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "PackedBatch":

@@ -63,7 +63,7 @@ class Chains:
 
 @dataclass(frozen=True)
 class ChainRows:
-    """The rows of some chains of a batch, sorted by (anchor, depth), on the batch's device."""
+    """The rows of some chains of a batch, sorted by (anchor, depth)."""
 
     position_R: Tensor
     """[R] position id: the anchor's and the depth."""
@@ -81,8 +81,10 @@ class ChainRows:
         _, start_R = batch.places_of(anchor_R)
         max_chain = int(depth_R.max()) if len(depth_R) else 1
         layout = RowLayout.of_chains(anchor_R, first_R, start_R, max_chain, sum(batch.doc_rows))
-        position_R = anchor_R - start_R + depth_R
-        return cls(send(position_R, batch.device), send(depth_R, batch.device), layout.to(batch.device))
+        return cls(anchor_R - start_R + depth_R, depth_R, layout)
+
+    def to(self, device: torch.device) -> "ChainRows":
+        return ChainRows(send(self.position_R, device), send(self.depth_R, device), self.layout.to(device))
 
     @property
     def anchor_R(self) -> Tensor:
@@ -127,22 +129,3 @@ def sample_chains(batch: PackedBatch, recipe: ChainRecipe, seeds: Sequence[tuple
     shares = [max(recipe.keep_ratio**depth, recipe.keep_floor) for depth in range(1, recipe.num_depths)]
     length_A = (draw_A[:, None] < draw_A.new_tensor(shares)).sum(1)
     return Chains(chains.anchor_A, torch.minimum(length_A, chains.length_A))
-
-
-def cut_parts(chains: Chains, rows_per_part: int) -> list[slice]:
-    """Cuts the anchors into consecutive parts of at most `rows_per_part` elements (depth 0 and chain rows).
-
-    Raises:
-        ValueError: one anchor alone has more elements than a part may have.
-    """
-    sizes = (chains.length_A + 1).tolist()
-    if sizes and max(sizes) > rows_per_part:
-        raise ValueError(f"rows_per_part: {rows_per_part} is less than one anchor's {max(sizes)} elements")
-    parts = []
-    begin = filled = 0
-    for index, size in enumerate(sizes):
-        if filled + size > rows_per_part:
-            parts.append(slice(begin, index))
-            begin, filled = index, 0
-        filled += size
-    return [*parts, slice(begin, len(sizes))] if sizes else []

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from components.draft.batch import Document, PackedBatch
-from components.draft.chains import ChainRows, Chains, cut_parts, supervised_chains
+from components.draft.chains import ChainRows, Chains, supervised_chains
 from components.draft.head import DraftHead
 from components.draft.losses import best_drafts
+from components.draft.parts import cut_parts
 from components.draft.passes import chain_pass, prefix_pass
 
 NO_DRAFT = -1
@@ -161,7 +162,7 @@ def _pack_drafts(
     drafts_NK = torch.full((num_rows, num_drafts), NO_DRAFT, device=batch.device)
     prefix = prefix_pass(head, batch)
     for part in cut_parts(chains, rows_per_pack):
-        rows = ChainRows.of(chains[part], batch)
+        rows = ChainRows.of(chains[part], batch).to(batch.device)
         hidden_EH = torch.cat([prefix.hidden_NH[anchor_A[part]], chain_pass(head, rows, prefix)])
         depth_E = torch.cat([torch.zeros_like(anchor_A[part]), rows.depth_R])
         anchor_E = torch.cat([anchor_A[part], rows.anchor_R])

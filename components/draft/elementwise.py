@@ -78,6 +78,17 @@ def gated_silu(gate_RI: Tensor, up_RI: Tensor) -> Tensor:
 
 
 @fused_on_gpu
+def gated_silu_backward(gate_RI: Tensor, up_RI: Tensor, grad_RI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate and up, and what `gated_silu` made of them."""
+    dtype = torch.promote_types(gate_RI.dtype, torch.float32)
+    gate, up, grad = gate_RI.to(dtype), up_RI.to(dtype), grad_RI.to(dtype)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    dgate = grad * up * (sigmoid + silu * (1 - sigmoid))
+    return dgate.to(gate_RI.dtype), (grad * silu).to(gate_RI.dtype), (silu * up).to(gate_RI.dtype)
+
+
+@fused_on_gpu
 def rotate(x_RQD: Tensor, cos_R1D: Tensor, sin_R1D: Tensor) -> Tensor:
     """Rotary embedding in the half-split layout (vLLM's `is_neox_style`), rounded once to the input's dtype.
 

@@ -13,7 +13,8 @@ class TrainedRowsEmbedding(nn.Embedding):
     """`nn.Embedding` whose gradient can be confined to the ids that the training data contains.
 
     A row whose id never occurs gets no gradient, so Adam without weight decay never moves it; leaving it out
-    changes nothing but the cost, which for a large vocabulary is most of a small head's optimiser step.
+    changes nothing but the cost, which for a large vocabulary is most of a small head's optimiser step. With `sparse`
+    the gradient has the rows that a step read and no others.
     `state_dict()` always has the one tensor `weight`, with the trained rows in place.
     """
 
@@ -51,7 +52,7 @@ class TrainedRowsEmbedding(nn.Embedding):
         if self.rows is None:
             return super().forward(input)
         row = self.row_of_V[input]
-        trained = F.embedding(row.clamp(min=0), self.rows)
+        trained = F.embedding(row.clamp(min=0), self.rows, sparse=self.sparse)
         return torch.where((row >= 0)[..., None], trained, super().forward(input))
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:

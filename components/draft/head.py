@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from components.draft.batch import PackedBatch
-from components.draft.elementwise import Norm, gated_silu
+from components.draft.elementwise import Norm
 from components.draft.embedding import TrainedRowsEmbedding
 from components.draft.head_config import HeadConfig
+from components.draft.mlp import gated_mlp
 from components.draft.passes import Prefix, prefix_pass
 from components.draft.products import Projection, project_together
 
@@ -44,7 +45,7 @@ class DraftMLP(nn.Module):
         self.down_proj = Projection(config.intermediate_size, config.hidden_size)
 
     def forward(self, x_RH: Tensor) -> Tensor:
-        return self.down_proj(gated_silu(*project_together(x_RH, self.gate_proj, self.up_proj)))
+        return gated_mlp(x_RH, self.gate_proj, self.up_proj, self.down_proj)
 
 
 class DraftLayer(nn.Module):

@@ -22,8 +22,8 @@ LossKind = Literal["kl", "cross_entropy"]
 # for fresh pages at every allocation. Softmax works on blocks that fit a core's cache.
 CHUNK_ELEMENTS = 7 << 20
 BLOCK_ELEMENTS = 1 << 19
-# A GPU wants products of thousands of rows, and every chunk reads and writes the gradient of lm_head: 1 GiB of fp32 logits.
-GPU_CHUNK_ELEMENTS = 256 << 20
+# A GPU wants products of thousands of rows, and every chunk reads and writes the gradient of lm_head: half a GiB of fp32 logits.
+GPU_CHUNK_ELEMENTS = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,47 @@ class Teacher:
         return F.rms_norm(last_hidden_PT.to(dtype), self.norm_T.shape, self.norm_T.to(dtype), self.norm_eps)
 
 
+class Chunk(NamedTuple):
+    """Rows whose logits exist at once, and the positions that teach them."""
+
+    rows: slice
+    positions: slice
+
+
+@dataclass(frozen=True)
+class TaughtRows:
+    """Rows in the order of the positions that teach them, so that rows of one position stand together, in chunks."""
+
+    order_R: Tensor
+    """[R] the rows, sorted by position."""
+
+    position_S: Tensor
+    """[S] the positions, ascending, each once."""
+
+    lesson_R: Tensor
+    """[R] of each row in this order, which of its chunk's positions teaches it."""
+
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def of(cls, position_R: Tensor, chunk_rows: int) -> "TaughtRows":
+        """Worked out where `position_R` is: on the CPU, it does not make a GPU wait."""
+        order_R = position_R.argsort(stable=True)
+        position_S, lesson_R = position_R[order_R].unique_consecutive(return_inverse=True)
+        chunks = []
+        for begin in range(0, len(order_R), chunk_rows):
+            rows = slice(begin, min(begin + chunk_rows, len(order_R)))
+            first, last = lesson_R[[rows.start, rows.stop - 1]].tolist()
+            chunks.append(Chunk(rows, slice(first, last + 1)))
+            lesson_R[rows] -= first
+        return cls(order_R, position_S, lesson_R, tuple(chunks))
+
+    def to(self, device: torch.device) -> "TaughtRows":
+        return TaughtRows(
+            send(self.order_R, device), send(self.position_S, device), send(self.lesson_R, device), self.chunks
+        )
+
+
 class LossRows(NamedTuple):
     """Sum of the losses (with its graph) and one value per row (without)."""
 
@@ -57,7 +98,7 @@ def distillation_loss(
     lm_head_UH: Tensor,
     teacher: Teacher,
     last_hidden_PT: Tensor,
-    position_R: Tensor,
+    position_R: Tensor | TaughtRows,
     target_R: Tensor,
     *,
     kind: LossKind = "kl",
@@ -76,19 +117,22 @@ def distillation_loss(
         lm_head_UH: [U, H] the head's output rows.
         teacher: the target's output layer.
         last_hidden_PT: [P, T] target states before its final norm.
-        position_R: [R] which of the P states teaches each row; on the CPU, it does not make a GPU wait.
+        position_R: [R] which of the P states teaches each row, or what `TaughtRows.of` made of that.
         target_R: [R] draft id of the recorded token, -1 when it has none.
         kind: "kl" or "cross_entropy".
         product_dtype: dtype of the factors of matrix products (bf16); their sums are fp32. Default: as given.
-        chunk_rows: rows whose logits exist at once; by default as many as make 28 MiB (1 GiB on a GPU).
+        chunk_rows: rows whose logits exist at once; by default `rows_per_chunk`.
 
     Returns:
         The sum, whose gradients for `hidden_RH` and `lm_head_UH` are already formed, and per-row values.
     """
     wants_grad = torch.is_grad_enabled() and (hidden_RH.requires_grad or lm_head_UH.requires_grad)
+    if isinstance(position_R, Tensor):
+        chunk_rows = chunk_rows or rows_per_chunk(len(lm_head_UH), lm_head_UH.device)
+        position_R = TaughtRows.of(position_R, chunk_rows).to(hidden_RH.device)
     return LossRows(*_Distillation.apply(
         hidden_RH, lm_head_UH, teacher, last_hidden_PT, position_R, target_R,
-        kind, product_dtype or hidden_RH.dtype, chunk_rows or _rows_per_chunk(lm_head_UH), wants_grad,
+        kind, product_dtype or hidden_RH.dtype, wants_grad,
     ))  # fmt: skip
 
 
@@ -98,7 +142,7 @@ def best_drafts(hidden_RH: Tensor, lm_head_UH: Tensor, product_dtype: torch.dtyp
         return torch.empty(0, dtype=torch.int64, device=hidden_RH.device)
     dtype = product_dtype or hidden_RH.dtype
     hidden_RH, lm_head_UH = _factor(hidden_RH.detach(), dtype), _factor(lm_head_UH.detach(), dtype)
-    chunks = hidden_RH.split(_rows_per_chunk(lm_head_UH))
+    chunks = hidden_RH.split(rows_per_chunk(len(lm_head_UH), lm_head_UH.device))
     return torch.cat([_logits(rows_CH, lm_head_UH, dtype).argmax(1) for rows_CH in chunks])
 
 
@@ -110,33 +154,27 @@ class _Distillation(torch.autograd.Function):
         lm_head_UH: Tensor,
         teacher: Teacher,
         last_hidden_PT: Tensor,
-        position_R: Tensor,
+        taught: TaughtRows,
         target_R: Tensor,
         kind: LossKind,
         dtype: torch.dtype,
-        chunk_rows: int,
         wants_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         loss_R = hidden_RH.new_empty(len(hidden_RH), dtype=torch.promote_types(hidden_RH.dtype, torch.float32))
         hit_R = torch.empty_like(loss_R, dtype=torch.bool)
-        order_R = position_R.argsort(stable=True)  # rows that one position teaches stand together
-        device = hidden_RH.device
         with torch.autocast(hidden_RH.device.type, enabled=False):
-            gradients = _Gradients(hidden_RH, lm_head_UH, dtype) if wants_grad else None
             head_UH = _factor(lm_head_UH, dtype)
-            lessons = None
-            if kind == "kl":
-                lessons = _lessons(teacher, last_hidden_PT, position_R[order_R], chunk_rows, dtype)
-            order_R = send(order_R, device)
+            gradients = _Gradients(hidden_RH, lm_head_UH, head_UH.to(dtype)) if wants_grad else None
             rows_loss = _rows_loss_for(hidden_RH, dtype)
-            for rows_C in order_R.split(chunk_rows) if len(order_R) else ():
+            for chunk in taught.chunks:
+                rows_C = taught.order_R[chunk.rows]
                 hidden_CH = _factor(hidden_RH[rows_C], dtype)
                 logits_CU = _logits(hidden_CH, head_UH, dtype)
-                taught = None if lessons is None else next(lessons)
+                lesson = _lesson(teacher, last_hidden_PT, taught, chunk, dtype) if kind == "kl" else None
                 loss_C, hit_C = loss_R.new_empty(len(rows_C)), hit_R.new_empty(len(rows_C))
-                dlogits_CU = rows_loss(logits_CU, target_R[rows_C], taught, loss_C, hit_C, dtype)
+                dlogits_CU = rows_loss(logits_CU, target_R[rows_C], lesson, loss_C, hit_C, dtype)
                 loss_R[rows_C], hit_R[rows_C] = loss_C, hit_C
-                del logits_CU, taught
+                del logits_CU, lesson
                 if gradients is not None:
                     gradients.add(rows_C, hidden_CH.to(dtype), dlogits_CU)
         ctx.gradients = gradients
@@ -149,35 +187,31 @@ class _Distillation(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the gradients of this loss were already used")
-        scaled = (gradients.hidden_RH.mul_(grads[0]), gradients.lm_head_UH.mul_(grads[0]))
-        return *scaled, None, None, None, None, None, None, None, None
+        hidden_RH = gradients.hidden_RH.mul_(grads[0])
+        lm_head_UH = None if gradients.lm_head_UH is None else gradients.lm_head_UH.mul_(grads[0])
+        return hidden_RH, lm_head_UH, None, None, None, None, None, None, None
 
 
-def _lessons(
-    teacher: Teacher, last_hidden_PT: Tensor, position_R: Tensor, chunk_rows: int, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each chunk of rows, sorted by position: its positions' teacher logits, and which of them teaches each row."""
-    position_S, taught_by_R = position_R.unique_consecutive(return_inverse=True)
-    teacher_UT = _factor(teacher.lm_head_UT, dtype)
-    chunks = taught_by_R.split(chunk_rows)
-    bounds = torch.stack([torch.stack([chunk_C[0], chunk_C[-1]]) for chunk_C in chunks]).tolist()
-    position_S = send(position_S, last_hidden_PT.device)
-    for chunk_C, (first, last) in zip(chunks, bounds, strict=True):
-        normed = _factor(teacher.normed(last_hidden_PT[position_S[first : last + 1]]), dtype)
-        yield _logits(normed, teacher_UT, dtype), send(chunk_C - first, last_hidden_PT.device)
+def _lesson(
+    teacher: Teacher, last_hidden_PT: Tensor, taught: TaughtRows, chunk: Chunk, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The teacher's logits at a chunk's positions, and which of them teaches each row."""
+    normed_ST = _factor(teacher.normed(last_hidden_PT[taught.position_S[chunk.positions]]), dtype)
+    return _logits(normed_ST, _factor(teacher.lm_head_UT, dtype), dtype), taught.lesson_R[chunk.rows]
 
 
 class _Gradients:
-    """Gradients of the sum of the losses, gathered over chunks in the parameters' dtype."""
+    """Gradients of the sum of the losses, gathered over chunks in the parameters' dtype; a frozen lm_head has none."""
 
-    def __init__(self, hidden_RH: Tensor, lm_head_UH: Tensor, dtype: torch.dtype) -> None:
-        self.weights_UH = lm_head_UH.to(dtype)
+    def __init__(self, hidden_RH: Tensor, lm_head_UH: Tensor, weights_UH: Tensor) -> None:
+        self.weights_UH = weights_UH
         self.hidden_RH = torch.empty_like(hidden_RH)
-        self.lm_head_UH = torch.zeros_like(lm_head_UH)
+        self.lm_head_UH = torch.zeros_like(lm_head_UH) if lm_head_UH.requires_grad else None
 
     def add(self, rows_C: Tensor, hidden_CH: Tensor, dlogits_CU: Tensor) -> None:
         self.hidden_RH[rows_C] = (dlogits_CU @ self.weights_UH).to(self.hidden_RH.dtype)
-        add_product(self.lm_head_UH, dlogits_CU, hidden_CH)
+        if self.lm_head_UH is not None:
+            add_product(self.lm_head_UH, dlogits_CU, hidden_CH)
 
 
 class _SoftTargets(NamedTuple):
@@ -244,9 +278,10 @@ def _blocks(num_rows: int, vocab: int) -> Iterator[slice]:
     return (slice(begin, min(begin + block, num_rows)) for begin in range(0, num_rows, block))
 
 
-def _rows_per_chunk(lm_head_UH: Tensor) -> int:
-    elements = GPU_CHUNK_ELEMENTS if lm_head_UH.is_cuda else CHUNK_ELEMENTS
-    return max(1, elements // lm_head_UH.shape[0])
+def rows_per_chunk(vocab: int, device: torch.device) -> int:
+    """Rows whose logits over `vocab` ids exist at once: as many as make 28 MiB of fp32 (512 MiB on a GPU)."""
+    elements = GPU_CHUNK_ELEMENTS if device.type == "cuda" else CHUNK_ELEMENTS
+    return max(1, elements // vocab)
 
 
 def _factor(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -56,7 +56,7 @@ def prefix_pass(head: "DraftHead", batch: PackedBatch, recompute: bool = False) 
             (activation checkpointing): for documents whose activations would not leave room for the parts.
     """
     next_ids_N = batch.input_ids_T[batch.token_N + 1]
-    mask_id = next_ids_N.new_tensor([head.config.mask_token_id])
+    mask_id = next_ids_N.new_full((1,), head.config.mask_token_id)
     mask_hidden_1X = head.mask_hidden.view(1, -1)
     aux_NX = batch.aux_hidden_TX[batch.token_N].to(mask_hidden_1X.dtype)
     x, residual = head.layer_inputs(torch.cat([next_ids_N, mask_id]), torch.cat([aux_NX, mask_hidden_1X]))

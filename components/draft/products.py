@@ -86,6 +86,16 @@ def product_sum(left_RO: Tensor, right_RI: Tensor, dtype: torch.dtype) -> Tensor
     return (left_RO.T @ right_RI).to(dtype)
 
 
+def add_weight_grad(weight_OI: Tensor, grad_RO: Tensor, x_RI: Tensor) -> None:
+    """Adds grad.T @ x to `weight.grad` in the weight's dtype; a frozen weight has none."""
+    if not weight_OI.requires_grad:
+        return
+    if weight_OI.grad is None:
+        weight_OI.grad = product_sum(grad_RO, x_RI, weight_OI.dtype)
+    else:
+        add_product(weight_OI.grad, grad_RO, x_RI)
+
+
 def _keeps_fp32_sums(factor: Tensor, dtype: torch.dtype) -> bool:
     """Whether cuBLAS can hand out the sums that it makes of rounded factors."""
     return factor.is_cuda and dtype == torch.float32 and factor.element_size() == 2
@@ -103,11 +113,7 @@ class _Products(torch.autograd.Function):
         x_RI, *rounded = ctx.saved_tensors
         dx_RI = None
         for grad_RO, rounded_OI, weight_OI in zip(grads, rounded, ctx.weights, strict=True):
-            if weight_OI.requires_grad:
-                if weight_OI.grad is None:
-                    weight_OI.grad = product_sum(grad_RO, x_RI, weight_OI.dtype)
-                else:
-                    add_product(weight_OI.grad, grad_RO, x_RI)
+            add_weight_grad(weight_OI, grad_RO, x_RI)
             if ctx.needs_input_grad[0]:
                 dx_RI = grad_RO @ rounded_OI if dx_RI is None else dx_RI.addmm_(grad_RO, rounded_OI)
         return dx_RI, None, *(None for _ in ctx.weights)

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from components.draft.batch import PackedBatch
-from components.draft.chains import ChainRows, Chains, cut_parts
+from components.draft.chains import Chains
 from components.draft.head import DraftHead
-from components.draft.losses import LossKind, Teacher, distillation_loss
+from components.draft.losses import LossKind, Teacher, distillation_loss, rows_per_chunk
+from components.draft.parts import Part, Parts
 from components.draft.passes import MaskRow, Prefix, chain_pass, prefix_pass
-from kernels.chain_attention.layout import send
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,18 @@ class _Leaves:
         return cls(cut, normed_AH.detach(), torch.zeros_like(normed_AH), grads)
 
 
+def prepare_parts(head: DraftHead, batch: PackedBatch, chains: Chains, options: StepOptions) -> Parts:
+    """The parts of a batch's chains on the batch's device, for `accumulate_gradients`.
+
+    Raises:
+        ValueError: one anchor has more elements than `rows_per_part`.
+    """
+    chunk_rows = rows_per_chunk(head.config.draft_vocab_size, batch.device)
+    return Parts.of(chains, batch, options.rows_per_part, chunk_rows).to(batch.device)
+
+
 def accumulate_gradients(
-    head: DraftHead, batch: PackedBatch, chains: Chains, teacher: Teacher, options: StepOptions
+    head: DraftHead, batch: PackedBatch, chains: Chains | Parts, teacher: Teacher, options: StepOptions
 ) -> StepSums:
     """Adds the gradients of the *sum* of all losses to the parameters' `grad`.
 
@@ -103,37 +113,37 @@ def accumulate_gradients(
     Args:
         head: the head; its parameters may be fp32 under bf16 autocast, or all of one dtype.
         batch: packed documents.
-        chains: the supervised anchors and their chain lengths.
+        chains: the supervised anchors and their chain lengths, or what `prepare_parts` made of them.
         teacher: the target's output layer over the draft vocabulary.
         options: see `StepOptions`.
 
     Returns:
-        The sums over the batch.
+        The sums over the batch. A loss that is not finite has made the gradients so too.
 
     Raises:
-        ValueError: one anchor has more elements than `rows_per_part`, or the loss is not finite.
+        ValueError: one anchor has more elements than `rows_per_part`.
     """
     sums = StepSums.zeros(options.num_depths, batch.device)
-    if len(chains) == 0 and not isinstance(head, FSDPModule):
+    if isinstance(chains, Chains):
+        chains = prepare_parts(head, batch, chains, options)
+    if not chains.parts and not isinstance(head, FSDPModule):
         return sums
     with _autocast(batch, options):
         prefix = head(batch, options.recompute_prefix)
         normed_AH = head.norm(prefix.hidden_NH[chains.anchor_A])
     leaves = _Leaves.of(prefix, normed_AH)
-    for part in cut_parts(chains, options.rows_per_part):
-        leaf_AH = leaves.normed_AH[part].requires_grad_()
+    for part in chains.parts:
+        leaf_AH = leaves.normed_AH[part.anchors].requires_grad_()
         with _autocast(batch, options):
-            loss, part_sums = _part_loss(head, batch, chains[part], leaves, leaf_AH, teacher, options)
+            loss, part_sums = _part_loss(head, batch, part, leaves, leaf_AH, teacher, options)
         loss.backward()
-        leaves.normed_grad_AH[part] = leaf_AH.grad
+        leaves.normed_grad_AH[part.anchors] = leaf_AH.grad
         sums.add(part_sums)
     if isinstance(head, FSDPModule):  # it reduces at the end of the next backward, the same tensors on every rank
         for parameter in head.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
     _prefix_backward(prefix, normed_AH, leaves)
-    if not sums.loss.isfinite():
-        raise ValueError("the loss is not finite: the features or the head's parameters have overflowed")
     return sums
 
 
@@ -143,36 +153,33 @@ def measure(head: DraftHead, batch: PackedBatch, chains: Chains, teacher: Teache
     sums = StepSums.zeros(options.num_depths, batch.device)
     if len(chains) == 0:
         return sums
+    parts = prepare_parts(head, batch, chains, options)
     with _autocast(batch, options):
         prefix = prefix_pass(head, batch)
-        leaves = _Leaves.of(prefix, head.norm(prefix.hidden_NH[chains.anchor_A]))
-        for part in cut_parts(chains, options.rows_per_part):
-            leaf_AH = leaves.normed_AH[part]
-            sums.add(_part_loss(head, batch, chains[part], leaves, leaf_AH, teacher, options)[1])
+        leaves = _Leaves.of(prefix, head.norm(prefix.hidden_NH[parts.anchor_A]))
+        for part in parts.parts:
+            leaf_AH = leaves.normed_AH[part.anchors]
+            sums.add(_part_loss(head, batch, part, leaves, leaf_AH, teacher, options)[1])
     return sums
 
 
 def _part_loss(
     head: DraftHead,
     batch: PackedBatch,
-    chains: Chains,
+    part: Part,
     leaves: _Leaves,
     normed_AH: Tensor,
     teacher: Teacher,
     options: StepOptions,
 ) -> tuple[Tensor, StepSums]:
     """Chain pass of one part, and the loss of its anchors' elements at every depth."""
-    rows = ChainRows.of(chains, batch)
-    chain_RH = head.norm(chain_pass(head, rows, leaves.prefix, leaves.key_value_grads))
-    anchor_R, depth_R, _ = chains.rows()
-    depth_E = torch.cat([torch.zeros_like(chains.anchor_A), depth_R])
-    token_E = batch.places_of(torch.cat([chains.anchor_A, anchor_R]))[0] + depth_E
-    target_E = head.draft_ids(batch.input_ids_T[send(token_E + 2, batch.device)])
+    chain_RH = head.norm(chain_pass(head, part.rows, leaves.prefix, leaves.key_value_grads))
+    target_E = head.draft_ids(batch.input_ids_T[part.drafted_E])
     result = distillation_loss(
-        torch.cat([normed_AH, chain_RH]), head.lm_head.weight, teacher, batch.last_hidden_TH, token_E + 1, target_E,
+        torch.cat([normed_AH, chain_RH]), head.lm_head.weight, teacher, batch.last_hidden_TH, part.taught, target_E,
         kind=options.loss, product_dtype=options.autocast,
     )  # fmt: skip
-    depth_E = send(depth_E, batch.device)
+    depth_E = part.depth_E
     which = (torch.ones_like(result.hit_R), result.hit_R, target_E < 0)
     counts = (depth_E.new_zeros(options.num_depths).scatter_add_(0, depth_E, found.long()) for found in which)
     return result.loss_sum, StepSums(result.loss_R.detach().double().sum(), *counts)

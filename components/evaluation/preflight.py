@@ -218,7 +218,7 @@ def _gaps(head: DraftHead, document: Document, anchor_A: Tensor, ours_AK: Tensor
     batch = PackedBatch.pack([document], head.fc.weight.device)
     prefix = prefix_pass(head, batch)
     chains = Chains(anchor_A, torch.full_like(anchor_A, num_drafts - 1))
-    chain_RH = chain_pass(head, ChainRows.of(chains, batch), prefix)
+    chain_RH = chain_pass(head, ChainRows.of(chains, batch).to(batch.device), prefix)
     first_AH = prefix.hidden_NH[anchor_A]
     hidden_AKH = torch.cat([first_AH[:, None], chain_RH.view(len(anchor_A), num_drafts - 1, first_AH.shape[1])], dim=1)
     logits_AKU = head.norm(hidden_AKH).float() @ head.lm_head.weight.float().T

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -38,6 +38,8 @@ HEAD = HeadConfig(
 )  # fmt: skip
 PRODUCT_TFLOPS = 779.0
 """A large dense bf16 product on the H200 measured: the floor counts the step's products at this rate."""
+WARMUP = 40
+"""Steps before those that count, where chains are drawn: cuDNN plans each block's shape when it first occurs, in 0.1 s."""
 GROUPS = {
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "splitk"),
     "attention, cuDNN": ("cudnn", "sdpa"),
@@ -60,18 +62,30 @@ def random_document(n: int) -> Document:
     return Document(ids, torch.ones_like(ids, dtype=torch.bool), features(HEAD.num_aux_layers * width), features(width))
 
 
-def make_trainer(
-    document: Document, keep: tuple[float, float], rows_per_part: int | None, checkpointing: bool | None
-) -> Trainer:
+class Recipe(NamedTuple):
+    """What of the settings a step's time depends on."""
+
+    rows_per_part: int | None = None
+    checkpointing: bool | None = None
+    train_lm_head: bool = True
+    sparse: bool = False
+    """Embeddings by SparseAdam."""
+
+
+def make_trainer(document: Document, keep: tuple[float, float], recipe: Recipe = Recipe()) -> Trainer:
     """A trainer whose every step sees the same document, with fresh chains."""
     config = TrainConfig(
         epochs=1 << 20, num_depths=K, chain_rate=keep[0], chain_floor=keep[1], documents_per_step=1,
-        rows_per_part=rows_per_part or "auto", activation_checkpointing="auto" if checkpointing is None else checkpointing,
+        rows_per_part=recipe.rows_per_part or "auto",
+        activation_checkpointing="auto" if recipe.checkpointing is None else recipe.checkpointing,
+        train_lm_head=recipe.train_lm_head, embedding_updates="sparse" if recipe.sparse else "dense",
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda"):
         head = DraftHead(HEAD, torch.arange(HEAD.draft_vocab_size) * 4)
         lm_head_UT = torch.randn(HEAD.draft_vocab_size, HEAD.target_hidden_size, dtype=torch.bfloat16) / 64
+        head.lm_head.requires_grad_(config.train_lm_head)
+        head.embed_tokens.sparse = recipe.sparse
         teacher = Teacher(torch.ones(HEAD.target_hidden_size), HEAD.rms_norm_eps, lm_head_UT)
     for parameter in head.parameters():
         if parameter.dim() == 2:
@@ -79,14 +93,15 @@ def make_trainer(
     return Trainer(head, teacher, [Entry("", 0, 0)], lambda entries: (document for _ in entries), config, device="cuda")
 
 
-def floor_ms(num_elements: int, num_positions: int, num_chain_rows: int) -> float:
+def floor_ms(num_elements: int, num_positions: int, num_chain_rows: int, train_lm_head: bool = True) -> float:
     """The step's matrix products outside attention at `PRODUCT_TFLOPS`; layer 0 of a chain row is a constant."""
     heads = (HEAD.num_heads + 2 * HEAD.num_kv_heads) * HEAD.head_dim
     layer = HEAD.hidden_size * (heads + HEAD.num_heads * HEAD.head_dim + 3 * HEAD.intermediate_size)
     lm_head = HEAD.draft_vocab_size * HEAD.hidden_size
-    trained = num_elements * (HEAD.num_layers * layer + lm_head) - num_chain_rows * HEAD.hidden_size * heads
+    trained = num_elements * HEAD.num_layers * layer - num_chain_rows * HEAD.hidden_size * heads
     first = num_positions * HEAD.hidden_size * (heads + HEAD.num_aux_layers * HEAD.target_hidden_size)
-    return (6 * (trained + first) + 2 * num_positions * lm_head) / PRODUCT_TFLOPS / 1e9
+    output = (6 if train_lm_head else 4) * num_elements * lm_head + 2 * num_positions * lm_head
+    return (6 * (trained + first) + output) / PRODUCT_TFLOPS / 1e9
 
 
 def timed_ms(call: Callable[[], Any]) -> float:
@@ -97,29 +112,29 @@ def timed_ms(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def measure(
-    n: int, sampling: str, repeats: int, rows_per_part: int | None, checkpointing: bool | None, profiled: bool = False
-) -> dict[str, Any]:
+def measure(n: int, sampling: str, repeats: int, recipe: Recipe, profiled: bool = False) -> dict[str, Any]:
     """Median time of a step and what it held above parameters and optimiser state."""
     gc.collect()  # an earlier case's trainer, which its own thread refers to
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     document = random_document(n)
-    trainer = make_trainer(document, COD[sampling], rows_per_part, checkpointing)
-    for _ in range(1 if repeats == 1 else 3):
+    trainer = make_trainer(document, COD[sampling], recipe)
+    for _ in range(1 if repeats == 1 else WARMUP if COD[sampling][0] < 1 else 3):
         sums = trainer.step()
     state = sum(p.numel() * p.element_size() for p in trainer.head.parameters())
-    state += sum(x.numel() * x.element_size() for s in trainer.optimizer.state.values() for x in s.values())
+    moments = [x for s in trainer.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
+    state += sum(x.numel() * x.element_size() for x in moments)
     torch.cuda.reset_peak_memory_stats()
     times = [timed_ms(trainer.step) for _ in range(repeats)]
     options = trainer.options_for(PackedBatch.pack([document], "cuda"))
     elements = int(sums.count)
-    floor = floor_ms(elements, int(sums.count_D[0]), elements - int(sums.count_D[0]))
+    floor = floor_ms(elements, int(sums.count_D[0]), elements - int(sums.count_D[0]), recipe.train_lm_head)
     ms = statistics.median(times)
     row = {
         "side": "aerie", "n": n, "sampling": sampling, "rows": elements, "ms": ms, "tokens_per_s": n / ms * 1e3,
         "floor_ms": floor, "share_of_floor": floor / ms, "rows_per_part": options.rows_per_part,
-        "recompute_prefix": options.recompute_prefix, "state_gib": state / 2**30,
+        "recompute_prefix": options.recompute_prefix, "train_lm_head": recipe.train_lm_head,
+        "embedding_updates": "sparse" if recipe.sparse else "dense", "state_gib": state / 2**30,
         "above_state_gib": (torch.cuda.max_memory_allocated() - before - state) / 2**30,
     }  # fmt: skip
     if profiled:
@@ -190,6 +205,10 @@ def main(
         bool | None,
         typer.Option(help="Compute the prefix pass again in the backward; by default when memory asks for it."),
     ] = None,
+    train_lm_head: Annotated[bool, typer.Option(help="Train the output layer; speculators does not.")] = True,
+    sparse: Annotated[
+        bool, typer.Option("--sparse/--dense", help="train.embedding_updates; speculators' are dense.")
+    ] = False,
     compare: Annotated[bool, typer.Option("--peer/--no-peer", help="Measure speculators beside it.")] = True,
     peer_loss: Annotated[
         str,
@@ -202,9 +221,10 @@ def main(
     """Time a training step of a head for Qwen3-8B on this GPU, against speculators'."""
     require_gpu()
     rows = []
+    recipe = Recipe(rows_per_part, checkpointing, train_lm_head, sparse)
     for n in lengths:
         for name in sampling:
-            rows.append(measure(n, name, repeats, rows_per_part, checkpointing, profiled))
+            rows.append(measure(n, name, repeats, recipe, profiled))
             print(json.dumps(rows[-1]), flush=True)
             for attention in ("full", "sliding") if compare else ():
                 rows.append(peer(n, name, repeats, attention, peer_loss))

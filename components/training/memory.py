@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from components.draft.head import DraftHead
 from components.draft.head_config import HeadConfig
 from components.draft.losses import GPU_CHUNK_ELEMENTS
+from components.training.optimizer import Optimizers, sparse_parameters
 
 CPU_ROWS_PER_PART = 4096
 MOST_ROWS_PER_PART = 16384
@@ -75,12 +76,12 @@ def plan_step(
 def layer_bytes(head: HeadConfig, factor_bytes: int) -> int:
     """What one element keeps in one layer for the backward: two fp32 residual streams and the factors of every product."""
     heads = (2 * head.num_heads + 2 * head.num_kv_heads) * head.head_dim
-    return 8 * head.hidden_size + factor_bytes * (2 * head.hidden_size + heads + 3 * head.intermediate_size)
+    return 8 * head.hidden_size + factor_bytes * (2 * head.hidden_size + heads + 2 * head.intermediate_size)
 
 
 def transient_bytes(head: HeadConfig, factor_bytes: int) -> int:
     """What one element needs besides: the gradients of one layer, the final norm and its gradient."""
-    return factor_bytes * (3 * head.intermediate_size + 4 * head.hidden_size) + 12 * head.hidden_size
+    return factor_bytes * (4 * head.intermediate_size + 4 * head.hidden_size) + 12 * head.hidden_size
 
 
 def prefix_bytes(head: HeadConfig, factor_bytes: int, recompute: bool) -> int:
@@ -91,15 +92,17 @@ def prefix_bytes(head: HeadConfig, factor_bytes: int, recompute: bool) -> int:
     return inputs + pairs + graph
 
 
-def free_bytes(head: DraftHead, optimizer: torch.optim.Optimizer) -> int:
+def free_bytes(head: DraftHead, optimizers: Optimizers) -> int:
     """Memory of the head's GPU that a step may use: what nobody holds, less gradients and state that do not exist yet."""
     device = head.fc.weight.device
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    trained = [p for p in head.parameters() if p.requires_grad]
-    kept = [p for group in optimizer.param_groups for p in group["params"]]  # shares of the trained ones under FSDP
+    rows_only = {id(p) for p in sparse_parameters(head)}
+    trained = [p for p in head.parameters() if p.requires_grad and id(p) not in rows_only]
+    kept = [p for group in optimizers.param_groups for p in group["params"]]  # shares of the trained ones under FSDP
+    there = optimizers.state
     missing = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
-    missing += sum(2 * local(p).numel() * p.element_size() for p in kept if p not in optimizer.state)
+    missing += sum(2 * local(p).numel() * p.element_size() for p in kept if p not in there)
     return free - missing
 
 

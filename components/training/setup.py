@@ -95,6 +95,8 @@ def build_trainer(
     head, teacher = build_head(spec, config.seed)
     mask_id = torch.tensor([spec.mask_token_id])  # always trained: no text uses it, so its row means nothing yet
     head.embed_tokens.train_rows(torch.cat([read_input_ids(location), mask_id]) if config.train_embeddings else mask_id)
+    head.embed_tokens.sparse = config.embedding_updates == "sparse"
+    head.lm_head.requires_grad_(config.train_lm_head)
     if checkpoint is not None:
         load_weights(checkpoint, head)
     head.to(device)

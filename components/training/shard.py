@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from components.draft.head import DraftHead
 from components.draft.products import forget_rounded_weights
+from components.training.optimizer import Optimizers
 
 
 def shard_head(head: DraftHead, world_size: int) -> None:
@@ -54,18 +54,22 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()` with whole tensors; every worker must call."""
-    state = optimizer.state_dict()
+def whole_optimizer_state(optimizers: Optimizers) -> list[dict[str, Any]]:
+    """`state_dict()` of each optimiser with whole tensors; every worker must call."""
+    return [_whole_state(part.state_dict()) for part in optimizers.parts]
+
+
+def _whole_state(state: dict[str, Any]) -> dict[str, Any]:
     whole = {i: {k: whole_tensor(v) for k, v in entry.items()} for i, entry in state["state"].items()}
     return state | {"state": whole}
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def load_optimizer_state(optimizers: Optimizers, states: list[dict[str, Any]]) -> None:
     """Puts whole tensors back into the shares that this worker holds."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    shared = {i: {k: _like(v, parameters[i]) for k, v in entry.items()} for i, entry in state["state"].items()}
-    optimizer.load_state_dict(state | {"state": shared})
+    for part, state in zip(optimizers.parts, states, strict=True):
+        parameters = [p for group in part.param_groups for p in group["params"]]
+        shared = {i: {k: _like(v, parameters[i]) for k, v in entry.items()} for i, entry in state["state"].items()}
+        part.load_state_dict(state | {"state": shared})
 
 
 def _like(value: Any, parameter: Tensor) -> Any:

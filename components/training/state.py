@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from components.draft.head import DraftHead
+from components.training.optimizer import Optimizers
 from components.training.shard import load_optimizer_state, whole_optimizer_state, whole_tensor
 
 
@@ -23,16 +24,14 @@ class Progress:
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
-def save_state(
-    folder: Path, head: DraftHead, optimizer: torch.optim.Optimizer, progress: Progress, write: bool = True
-) -> None:
+def save_state(folder: Path, head: DraftHead, optimizers: Optimizers, progress: Progress, write: bool = True) -> None:
     """Write a checkpoint; whoever stores the folder does so atomically (Ray Train lists only whole ones).
 
     A head that FSDP has cut is written whole, so that a run may go on with another number of workers: every rank calls,
     and the one with `write` writes.
     """
     tensors = {name: whole_tensor(tensor).contiguous() for name, tensor in head.state_dict().items()}
-    state = whole_optimizer_state(optimizer)
+    state = whole_optimizer_state(optimizers)
     if not write:
         return
     save_file(tensors, folder / "head.safetensors")
@@ -45,9 +44,9 @@ def load_weights(folder: Path, head: DraftHead) -> None:
     head.load_state_dict(load_file(folder / "head.safetensors"))
 
 
-def load_progress(folder: Path, optimizer: torch.optim.Optimizer) -> Progress:
-    """Put a checkpoint's state into the optimiser of its head, cut or whole; how far the run was comes back."""
-    load_optimizer_state(optimizer, torch.load(folder / "optimizer.pt", weights_only=True))
+def load_progress(folder: Path, optimizers: Optimizers) -> Progress:
+    """Put a checkpoint's state into the optimisers of its head, cut or whole; how far the run was comes back."""
+    load_optimizer_state(optimizers, torch.load(folder / "optimizer.pt", weights_only=True))
     return read_progress(folder)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,25 @@ from components.draft.batch import Document, PackedBatch
 from components.draft.chains import ChainRecipe, Chains, sample_chains
 from components.draft.head import DraftHead
 from components.draft.losses import Teacher
+from components.draft.parts import Parts
 from components.draft.products import forget_rounded_weights
-from components.draft.schedule import StepOptions, StepSums, accumulate_gradients
+from components.draft.schedule import StepOptions, StepSums, accumulate_gradients, prepare_parts
 from components.training.memory import CPU_ROWS_PER_PART, free_bytes, plan_step
-from components.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from components.training.optimizer import learning_rate, make_optimizer, set_learning_rate, sparse_parameters
 from components.training.order import Entry, epoch_order, rank_share, steps_per_epoch
 from components.training.reduce import reduce_gradients, reduce_sums, scale_gradients
 from components.training.shard import is_sharded, whole
 from components.training.state import Progress
+
+
+class Prepared(NamedTuple):
+    """What a step computes with, where it computes."""
+
+    batch: PackedBatch | None
+    """None: this rank has no document and none is needed."""
+
+    chains: Chains | Parts
+    options: StepOptions
 
 
 @dataclass
@@ -40,12 +52,13 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
-        self.optimizer = make_optimizer(self.head.parameters(), self.config)
+        self.optimizer = make_optimizer(self.head, self.config)
         self.recipe = ChainRecipe(self.config.num_depths, self.config.chain_rate, self.config.chain_floor)
         self.options = step_options(self.config)
         self._orders: dict[int, list[Entry]] = {}
         self._upcoming: tuple[int, Iterator[Document | None]] | None = None
-        self._batches: Callable[[int], tuple[PackedBatch | None, Chains]] = self._prepare
+        self._free_bytes = 0
+        self._batches: Callable[[int], Prepared] = self._prepare
         if self._on_gpu:
             self._copies = torch.cuda.Stream(self.device)
             self._batches = ReadAhead(self._prepare, self._copies)
@@ -63,12 +76,22 @@ class Trainer:
         return [p for p in self.head.parameters() if p.requires_grad]
 
     def step(self) -> StepSums:
-        """One optimiser step on the next global batch; the sums over all ranks."""
+        """One optimiser step on the next global batch; the sums over all ranks.
+
+        Raises:
+            ValueError: the loss is not finite.
+        """
         started = time.monotonic()
-        batch, chains = self._batches(self.progress.step)
+        if self._on_gpu:  # nothing of a step is there now: what the next one may use
+            self._free_bytes = free_bytes(self.head, self.optimizer)
+        prepared = self._batches(
+            self.progress.step
+        )  # named until the host has the sums: only then has the GPU read it all
         with whole(self.head):
-            sums = self._accumulate(batch, chains)
-        sums = unpack_sums(reduce_gradients(self.parameters, pack_sums(sums)))
+            sums = self._accumulate(prepared)
+        sums = unpack_sums(reduce_gradients(self.parameters, pack_sums(sums), sparse_parameters(self.head)))
+        if not sums.loss.isfinite():
+            raise ValueError("the loss is not finite: the features or the head's parameters have overflowed")
         if int(sums.count) > 0:  # a step without a supervised token anywhere has no gradient to follow
             scale_gradients(self.parameters, float(sums.count), self.config.clip_norm)
             set_learning_rate(self.optimizer, learning_rate(self.progress.step, self.total_steps, self.config))
@@ -85,35 +108,37 @@ class Trainer:
     def _on_gpu(self) -> bool:
         return torch.device(self.device).type == "cuda"
 
-    def _accumulate(self, batch: PackedBatch | None, chains: Chains) -> StepSums:
+    def _accumulate(self, prepared: Prepared) -> StepSums:
+        batch, chains, options = prepared
         if batch is None:
             return StepSums.zeros(self.config.num_depths)
-        return accumulate_gradients(self.head, batch, chains, self.teacher, self.options_for(batch))
+        return accumulate_gradients(self.head, batch, chains, self.teacher, options)
 
-    def _prepare(self, step: int) -> tuple[PackedBatch | None, Chains]:
-        """This rank's documents of a step, and their chains on the CPU; no batch when it has none and none is needed."""
+    def _prepare(self, step: int) -> Prepared:
+        """This rank's documents of a step and their chains, on a GPU cut into parts."""
         share = self._share(step)
         found = self._next_documents(step, len(share))
         usable = [(entry, document) for entry, document in zip(share, found, strict=True) if document is not None]
         if not usable:  # nothing to learn, but under FSDP every rank makes every pass
             stand_in = PackedBatch.pack([self._stand_in()], self.device) if is_sharded(self.head) else None
-            return stand_in, Chains.none()
+            return Prepared(stand_in, Chains.none(), self.options)
         batch = PackedBatch.pack([document for _, document in usable])
         epoch = step // self.steps_per_epoch
         seeds = [(self.config.seed, epoch, entry.number) for entry, _ in usable]
         chains = sample_chains(batch.outline(), self.recipe, seeds)
+        options = self.options_for(batch)
         if not self._on_gpu:
-            return batch.to(self.device), chains
+            return Prepared(batch.to(self.device), chains, options)
         with torch.cuda.stream(self._copies):
             batch = batch.pin_memory().to(self.device)
-        return batch, chains
+            return Prepared(batch, prepare_parts(self.head, batch, chains, options), options)
 
     def options_for(self, batch: PackedBatch) -> StepOptions:
-        """The options with the part size and checkpointing that this batch leaves room for."""
-        if batch.device.type != "cuda":
+        """The options with the part size and checkpointing that this batch leaves room for between steps."""
+        if not self._on_gpu:
             return self.options
         plan = plan_step(
-            self.head.config, len(batch.position_N), free_bytes(self.head, self.optimizer),
+            self.head.config, len(batch.position_N), self._free_bytes - batch.num_bytes,
             factor_bytes=2 if self.options.autocast else 4,
             rows_per_part=self.config.rows_per_part, recompute_prefix=self.config.activation_checkpointing,
         )  # fmt: skip
@@ -149,21 +174,21 @@ class Trainer:
 class ReadAhead:
     """Prepares the next step's batch, and copies it to the GPU, while the GPU computes this one."""
 
-    def __init__(self, prepare: Callable[[int], tuple[PackedBatch | None, Chains]], copies: torch.cuda.Stream) -> None:
+    def __init__(self, prepare: Callable[[int], Prepared], copies: torch.cuda.Stream) -> None:
         self.prepare = prepare
         self.copies = copies
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
-        self.next: tuple[int, Future[tuple[PackedBatch | None, Chains]]] | None = None
+        self.next: tuple[int, Future[Prepared]] | None = None
 
-    def __call__(self, step: int) -> tuple[PackedBatch | None, Chains]:
+    def __call__(self, step: int) -> Prepared:
         if self.next is None or self.next[0] != step:  # the first one, or a trainer that was moved
             self.next = (step, self.pool.submit(self.prepare, step))
-        batch, chains = self.next[1].result()
-        if batch is not None:
+        prepared = self.next[1].result()
+        if prepared.batch is not None:
             torch.cuda.current_stream().wait_stream(self.copies)
-            batch.record_stream(torch.cuda.current_stream())
+            prepared.batch.record_stream(torch.cuda.current_stream())
         self.next = (step + 1, self.pool.submit(self.prepare, step + 1))
-        return batch, chains
+        return prepared
 
 
 def step_options(config: TrainConfig) -> StepOptions:

@@ -116,9 +116,12 @@ def dense_backward(
 
     `out_RHD` and `lse_HR` are those of the whole softmax.
     """
-    dq_RHD = torch.zeros_like(q_RHD)
+    dq_RHD = torch.empty_like(q_RHD)
     dk_NGD, dv_NGD = prefix_grads
-    for block in blocks:
+    end = 0
+    for block in blocks:  # in the order of their rows
+        dq_RHD[end : block.rows.start].zero_()
+        end = block.rows.stop
         rows, keys = block.rows, block.keys
         dq, dk, dv = block_backward(
             dout_RHD[rows], q_RHD[rows], k_NGD[keys], v_NGD[keys], out_RHD[rows], lse_HR[:, rows], scale, block.causal
@@ -126,6 +129,7 @@ def dense_backward(
         dq_RHD[rows] = dq
         dk_NGD[keys] += dk
         dv_NGD[keys] += dv
+    dq_RHD[end:].zero_()
     return dq_RHD
 
 

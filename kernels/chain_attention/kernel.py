@@ -41,8 +41,8 @@ class Tiles(NamedTuple):
 
 # Measured on an H200 (benchmark.py); a tile must fit the shared memory of one multiprocessor.
 TILES = {
-    64: Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 4, 2), Tile(64, 32, 4, 2)),
-    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(32, 64, 4, 2)),
+    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 4, 2), Tile(16, 32, 2, 2)),
+    128: Tiles(Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2), Tile(16, 16, 2, 2)),
     256: Tiles(Tile(64, 64, 8, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), Tile(32, 64, 8, 1)),
 }
 WIDE_TILES = {

@@ -56,7 +56,7 @@ def train(trainer: Trainer) -> dict:
             named = [(n, p.grad) for n, p in trainer.head.named_parameters() if p.grad is not None]
             grads.update({name: whole_tensor(grad).double().cpu() for name, grad in named})
 
-    trainer.optimizer.register_step_pre_hook(keep)
+    trainer.optimizer.parts[0].register_step_pre_hook(keep)
     losses = [float(trainer.step().loss) for _ in range(NUM_STEPS)]
     share = sum(local(p).numel() for p in trainer.parameters) / sum(p.numel() for p in trainer.parameters)
     return {"losses": losses, "grads": grads, "share": share}

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.draft.batch import Document, PackedBatch
-from components.draft.chains import ChainRecipe, ChainRows, Chains, cut_parts, sample_chains, supervised_chains
+from components.draft.chains import ChainRecipe, ChainRows, Chains, sample_chains, supervised_chains
+from components.draft.parts import cut_parts
 from tests.components.draft.dense import supervised, tiny_config, tiny_document
 
 

@@ -10,9 +10,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from components.draft.batch import Document, PackedBatch
-from components.draft.chains import ChainRecipe, Chains, cut_parts, sample_chains, supervised_chains
+from components.draft.chains import ChainRecipe, Chains, sample_chains, supervised_chains
 from components.draft.head import DraftHead
 from components.draft.losses import Teacher
+from components.draft.parts import cut_parts
 from components.draft.passes import prefix_pass
 from components.draft.schedule import StepOptions, accumulate_gradients, measure
 from tests.components.draft.dense import dense_loss, supervised, tiny_config, tiny_document, tiny_head, tiny_teacher

@@ -20,7 +20,7 @@ LARGE = replace(
 
 
 def test_parts_grow_with_the_memory_up_to_the_size_that_gains_nothing() -> None:
-    sizes = [plan_step(LARGE, 8192, gib * GIB).rows_per_part for gib in (10, 14, 16, 2000)]
+    sizes = [plan_step(LARGE, 8192, gib * GIB).rows_per_part for gib in (8, 10, 12, 2000)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[1] < sizes[-1] == MOST_ROWS_PER_PART
 
@@ -41,15 +41,17 @@ def test_too_little_memory_is_an_error_that_names_the_setting() -> None:
         plan_step(LARGE, 131_072, 10 * GIB)
 
 
-def test_the_estimate_covers_what_autograd_keeps() -> None:
-    """Of a chain pass in fp32: close from above, so that neither memory is wasted nor a step fails."""
+def test_the_estimate_covers_what_autograd_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chain pass in fp32, with the products of a GPU: close from above, so that neither memory is wasted nor a step fails."""
+    for module in ("products", "mlp"):
+        monkeypatch.setattr(f"components.draft.{module}.product_dtype", lambda x: torch.float32)
     config = replace(
         tiny_config(), hidden_size=64, target_hidden_size=64, head_dim=16, intermediate_size=192, num_layers=3
     )
     head = tiny_head(config).float()
     batch = PackedBatch.pack([tiny_document(config, 100, [(2, 100)], seed=1)])
     prefix = prefix_pass(head, batch)
-    rows = ChainRows.of(supervised_chains(batch, 4), batch)
+    rows = ChainRows.of(supervised_chains(batch, 4), batch).to(batch.device)
     kept: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
@@ -62,5 +64,5 @@ def test_the_estimate_covers_what_autograd_keeps() -> None:
         out = chain_pass(head, rows, prefix)
     assert out.shape[0] == len(rows.anchor_R)
     estimate = len(rows.anchor_R) * config.num_layers * layer_bytes(config, factor_bytes=4)
-    # Above 1 on a CPU alone: there silu's result is kept besides, which the compiled function of a GPU computes again.
-    assert 0.7 < sum(kept.values()) / estimate < 1.3
+    # Above 1 on a CPU alone, whose plain norms keep more than the compiled ones of a GPU.
+    assert 0.8 < sum(kept.values()) / estimate < 1.15

@@ -3,6 +3,7 @@ import torch
 
 from components.config import TrainConfig
 from components.training.optimizer import learning_rate, make_optimizer
+from tests.components.draft.dense import tiny_head
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
@@ -21,8 +22,18 @@ def test_learning_rate_of_a_one_step_run_is_usable() -> None:
 
 
 def test_only_matrices_decay_and_frozen_parameters_stay_out() -> None:
-    matrix, gain, frozen = (torch.nn.Parameter(torch.ones(shape)) for shape in [(2, 2), (2,), (3, 3)])
-    frozen.requires_grad_(False)
-    optimizer = make_optimizer([matrix, gain, frozen], TrainConfig(weight_decay=0.1))
-    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert decays == {id(matrix): 0.1, id(gain): 0.0}
+    head = tiny_head()
+    head.lm_head.requires_grad_(False)
+    groups = make_optimizer(head, TrainConfig(weight_decay=0.1)).param_groups
+    decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    trained = {id(p): 0.1 if p.dim() >= 2 else 0.0 for p in head.parameters() if p is not head.lm_head.weight}
+    assert decays == trained
+
+
+def test_sparse_embeddings_have_an_optimiser_of_their_own() -> None:
+    head = tiny_head()
+    head.embed_tokens.sparse = True
+    adamw, rows = make_optimizer(head, TrainConfig()).parts
+    assert isinstance(rows, torch.optim.SparseAdam)
+    assert rows.param_groups[0]["params"] == [head.embed_tokens.weight]
+    assert all(p is not head.embed_tokens.weight for group in adamw.param_groups for p in group["params"])

@@ -55,6 +55,8 @@ def make_trainer(
     head = DraftHead(shape)
     teacher = Teacher(torch.rand(WIDTH) + 0.5, 1e-5, torch.randn(VOCAB, WIDTH))
     head.embed_tokens.train_rows(torch.arange(VOCAB - 4))
+    head.embed_tokens.sparse = config.embedding_updates == "sparse"
+    head.lm_head.requires_grad_(config.train_lm_head)
     if checkpoint:
         load_weights(checkpoint, head)
     if config.shard:
@@ -118,6 +120,75 @@ def test_two_gloo_ranks_make_the_step_of_one(ranks: list[dict]) -> None:
     assert figures["validation/walked_al_1"] >= 1
 
 
+def train_sparse_rank(rank: int, world_size: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    trainer = make_trainer(DOCUMENTS, rank, world_size, SPARSE)
+    for _ in range(3):
+        trainer.step()
+    torch.save(weights(trainer), f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+SPARSE = CONFIG.model_copy(update={"embedding_updates": "sparse"})
+
+
+def test_sparse_updates_are_those_of_adam_where_a_row_was_read_and_nothing_elsewhere() -> None:
+    dense, sparse = make_trainer(DOCUMENTS), make_trainer(DOCUMENTS, config=SPARSE)
+    start = sparse.head.embed_tokens.rows.detach().clone()
+    dense.step(), sparse.step()
+    off = (weights(sparse) - weights(dense)).abs()
+    assert (
+        off > FP32_STEP_TOLERANCE
+    ).double().mean() < 0.01  # gradients near Adam's epsilon, which SparseAdam adds elsewhere
+    assert off.max() < 0.5 * CONFIG.learning_rate
+    read = {entry.number for entry in sparse._share(0)}
+    ids = torch.cat([DOCUMENTS[number].input_ids for number in read]).unique()
+    moved = (sparse.head.embed_tokens.rows != start).any(1).nonzero()[:, 0]
+    assert set(moved.tolist()) <= set(ids.tolist()) | {3}  # and the mask token
+    between = sparse.head.embed_tokens.rows.detach().clone()
+    sparse.step()
+    second = torch.cat([DOCUMENTS[entry.number].input_ids for entry in sparse._share(1)]).unique()
+    still = torch.ones(VOCAB - 4, dtype=torch.bool)
+    still[second[second < VOCAB - 4]] = False
+    still[3] = False
+    assert still.any()  # under plain Adam these would go on moving
+    assert torch.equal(sparse.head.embed_tokens.rows[still], between[still])
+
+
+def test_sparse_updates_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
+    mp.spawn(train_sparse_rank, args=(2, str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    alone = make_trainer(DOCUMENTS, config=SPARSE)
+    for _ in range(3):
+        alone.step()
+    assert torch.equal(first, second)
+    torch.testing.assert_close(weights(alone), first, atol=FP32_STEP_TOLERANCE, rtol=0)
+
+
+def test_a_frozen_output_layer_stays_and_the_rest_learns_as_before() -> None:
+    unclipped = CONFIG.model_copy(update={"clip_norm": 1e6})
+    free = make_trainer(DOCUMENTS, config=unclipped)
+    frozen = make_trainer(DOCUMENTS, config=unclipped.model_copy(update={"train_lm_head": False}))
+    start = frozen.head.lm_head.weight.detach().clone()
+    free.step(), frozen.step()
+    assert torch.equal(frozen.head.lm_head.weight, start)
+    states = [trainer.head.state_dict() for trainer in (frozen, free)]
+    assert not torch.equal(states[1]["lm_head.weight"], start)
+    for name in states[0].keys() - {"lm_head.weight"}:
+        torch.testing.assert_close(states[0][name], states[1][name], atol=FP32_STEP_TOLERANCE, rtol=0)
+
+
+def test_a_loss_that_is_not_finite_moves_nothing() -> None:
+    trainer = make_trainer(DOCUMENTS)
+    with torch.no_grad():
+        trainer.head.norm.weight.fill_(float("inf"))
+    before = {name: tensor.clone() for name, tensor in trainer.head.state_dict().items()}
+    with pytest.raises(ValueError, match="not finite"):
+        trainer.step()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.head.state_dict().items())
+
+
 def train_sharded_rank(rank: int, world_size: int, folder: str) -> None:
     """Three steps, a checkpoint, and three more in a trainer that begins with it."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
@@ -163,17 +234,18 @@ def test_ranks_with_1_and_9_supervised_elements_equal_one_with_10(ranks: list[di
         assert float(sums[0]) == 10
 
 
-def test_six_steps_equal_three_a_checkpoint_and_three(tmp_path: Path) -> None:
-    straight = make_trainer(DOCUMENTS)
+@pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["dense", "sparse"])
+def test_six_steps_equal_three_a_checkpoint_and_three(config: TrainConfig, tmp_path: Path) -> None:
+    straight = make_trainer(DOCUMENTS, config=config)
     rates = []
     for _ in range(6):
         straight.step()
         rates.append(straight.optimizer.param_groups[0]["lr"])
-    first = make_trainer(DOCUMENTS)
+    first = make_trainer(DOCUMENTS, config=config)
     for _ in range(3):
         first.step()
     save_state(tmp_path, first.head, first.optimizer, first.progress)
-    second = make_trainer(DOCUMENTS, checkpoint=tmp_path)
+    second = make_trainer(DOCUMENTS, config=config, checkpoint=tmp_path)
     resumed_rates = []
     for _ in range(3):
         second.step()

@@ -1,0 +1,91 @@
+"""The parts that a step is cut into, and the integers that say what each of them computes.
+
+All of it can be worked out on the CPU and sent before a step begins. A GPU then finds it there: asked for during the step it would
+wait for the host, and behind the features of the next batch, which take the one way there for milliseconds.
+
+Legend: A supervised anchors, R chain rows, E elements of a part (its anchors' depth-0 rows, then its chain rows).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from components.draft.batch import PackedBatch
+from components.draft.chains import ChainRows, Chains
+from components.draft.losses import TaughtRows
+from kernels.chain_attention.layout import send
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a batch's anchors with their whole chains."""
+
+    anchors: slice
+    """Which of the supervised anchors."""
+
+    rows: ChainRows
+    depth_E: Tensor
+    """[E] depth of each element."""
+
+    drafted_E: Tensor
+    """[E] index of the packed token that each element drafts."""
+
+    taught: TaughtRows
+    """Which packed token's features teach each element, ordered for the loss."""
+
+    @classmethod
+    def of(cls, chains: Chains, batch: PackedBatch, anchors: slice, chunk_rows: int) -> "Part":
+        """Worked out where the chains are; `chunk_rows` elements have logits at once."""
+        own = chains[anchors]
+        rows = ChainRows.of(own, batch)
+        depth_E = torch.cat([torch.zeros_like(own.anchor_A), rows.depth_R])
+        token_E = batch.places_of(torch.cat([own.anchor_A, rows.anchor_R]))[0] + depth_E
+        return cls(anchors, rows, depth_E, token_E + 2, TaughtRows.of(token_E + 1, chunk_rows))
+
+    def to(self, device: torch.device) -> "Part":
+        depth_E, drafted_E = send(self.depth_E, device), send(self.drafted_E, device)
+        return Part(self.anchors, self.rows.to(device), depth_E, drafted_E, self.taught.to(device))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A batch's supervised anchors, cut."""
+
+    anchor_A: Tensor
+    """[A] depth-0 row of each."""
+
+    parts: Sequence[Part]
+
+    @classmethod
+    def of(cls, chains: Chains, batch: PackedBatch, rows_per_part: int, chunk_rows: int) -> "Parts":
+        """Worked out where the chains are.
+
+        Raises:
+            ValueError: one anchor has more elements than `rows_per_part`.
+        """
+        cuts = cut_parts(chains, rows_per_part)
+        return cls(chains.anchor_A, [Part.of(chains, batch, cut, chunk_rows) for cut in cuts])
+
+    def to(self, device: torch.device) -> "Parts":
+        return Parts(send(self.anchor_A, device), [part.to(device) for part in self.parts])
+
+
+def cut_parts(chains: Chains, rows_per_part: int) -> list[slice]:
+    """Cuts the anchors into consecutive parts of at most `rows_per_part` elements (depth 0 and chain rows).
+
+    Raises:
+        ValueError: one anchor alone has more elements than a part may have.
+    """
+    sizes = (chains.length_A + 1).tolist()
+    if sizes and max(sizes) > rows_per_part:
+        raise ValueError(f"rows_per_part: {rows_per_part} is less than one anchor's {max(sizes)} elements")
+    parts = []
+    begin = filled = 0
+    for index, size in enumerate(sizes):
+        if filled + size > rows_per_part:
+            parts.append(slice(begin, index))
+            begin, filled = index, 0
+        filled += size
+    return [*parts, slice(begin, len(sizes))] if sizes else []
