@@ -12,6 +12,8 @@ export RAY_PORT ?= 6379
 export RAY_DASHBOARD_PORT ?= 8265
 export MLFLOW_PORT ?= 5000
 export RAY_NUM_CPUS ?= 8
+# Processes of `make test`, each with files and servers of its own: half of a test's time is waiting for a process to start.
+TEST_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -49,7 +51,7 @@ status: ## Say what runs and where
 	@$(BIN)/python -m clusters.local status
 
 test: env ## The whole test suite (ARGS="-k head" narrows it)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(ARGS)
 
 lint: types ## Style, formatting and types
 	@$(BIN)/ruff check .
