@@ -202,7 +202,8 @@ class TrainConfig(Section):
     train_embeddings: bool = True
     """Whether the embedding rows that the training texts use are trained."""
     embedding_updates: Literal["dense", "sparse"] = "dense"
-    """sparse: a step moves the embedding rows that it read and no others (SparseAdam): less time and memory for a large vocabulary."""
+    """dense: Adam moves all trained rows in every step. sparse: only those that the step read (SparseAdam), a gain of 1% of a GPU's step
+    with 150,000 rows."""
     train_lm_head: bool = True
     """Whether the head's output layer is trained, or stays the target's."""
     shard: bool = False

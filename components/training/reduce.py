@@ -50,7 +50,7 @@ def _sum_of_rows(parameter: nn.Parameter) -> Tensor:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return grad
     ids, rows = grad.indices()[0], grad.values()
-    counts = [torch.zeros_like(ids.new_empty(1)) for _ in range(dist.get_world_size())]
+    counts = [ids.new_zeros(1) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, ids.new_tensor([len(ids)]))
     most = max(int(count) for count in counts)
     missing = most - len(ids)
