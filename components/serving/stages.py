@@ -18,6 +18,7 @@ from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys, draft_label
 from components.section import ConfigError
 from components.serving.apps import ServedArm, Service
+from components.serving.claim import claimed_endpoint
 from components.serving.over_time import acceptance_over_time
 from components.serving.records import live_records
 from components.serving.replay import Session, make_sessions, replay
@@ -58,9 +59,10 @@ def ab_stage(settings: Settings) -> Stage:
     """Serves both arms, replays held-out prompts and writes `requests.jsonl` and `ab.json`."""
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        service = replace(ab_service(settings, inputs), records=live_records(settings, output.storage))
-        with under_test(service, output.join(WAS_UP)) as address:
-            records = run_traffic(address, read_sessions(inputs["prompts"], settings), settings, output.location)
+        with claimed_endpoint("the A/B stage of another job", output.storage, settings.storage.lease_ttl_s):
+            service = replace(ab_service(settings, inputs), records=live_records(settings, output.storage))
+            with under_test(service, output.join(WAS_UP)) as address:
+                records = run_traffic(address, read_sessions(inputs["prompts"], settings), settings, output.location)
         return _publish(service, records, output)
 
     return Stage(

@@ -22,6 +22,7 @@ from components.publishing.promotion import ChampionChanged
 from components.publishing.registry import Registry
 from components.section import ConfigError
 from components.serving.apps import Service
+from components.serving.claim import check_unclaimed, claimed_endpoint
 from components.serving.deploy import RoutingChanged, deploy
 from components.serving.routing import ArmChange, ArmState, change_arms, kill_all_but_control
 from components.serving.stages import CHALLENGER, CHAMPION, registered_arm
@@ -108,8 +109,15 @@ def test_traffic_promotes_a_head_and_takes_it_back_and_nothing_is_done_twice(
     def run(watch: bool = False) -> Action:
         return run_experiment(settings, storage, make_artifacts(), watch)
 
-    slow_start = threading.Event()
-    serve.act_after[2] = lambda: slow_start.wait(1.0)  # the challenger's engine, while the champion answers
+    def start_slowly() -> None:
+        """The challenger's engine, while the champion answers."""
+        threading.Event().wait(1.0)
+        with pytest.raises(
+            ConfigError, match=r"ab\.port: .*in use by the experiment with version 2 of .* against version 1"
+        ):
+            check_unclaimed(storage, 60.0)
+
+    serve.act_after[2] = start_slowly
     with Users(serve, storage.join("live"), effect=0.1) as users:
         assert run() == Action.PROMOTE
         assert (champion(heads), serve.routing.weights, serve.routing.control) == (2, TO_CHALLENGER, CHALLENGER)
@@ -139,6 +147,15 @@ def test_traffic_promotes_a_head_and_takes_it_back_and_nothing_is_done_twice(
         assert opponent(settings, storage) is None
         assert run(watch=True) == Action.PROMOTE
         assert (serve.num_put, champion(heads)) == (num_put, 1)
+
+
+def test_arms_that_the_ab_stage_tries_are_not_replaced_by_an_experiment(
+    serve: ServeTable, storage: Location, settings: Settings, heads: Registry
+) -> None:
+    in_use = pytest.raises(ConfigError, match=r"ab\.port: .*in use by the A/B stage")
+    with claimed_endpoint("the A/B stage", storage, 60.0), in_use:
+        run_experiment(settings, storage, make_artifacts())
+    assert serve.num_put == 0
 
 
 def test_a_second_terminal_is_told_who_conducts_the_experiment(

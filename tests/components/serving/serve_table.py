@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from components.serving import claim, running
 from components.serving import deploy as deploying
-from components.serving import running
 from components.serving.listing import ROUTER, Applications, routing_of, with_routing
 from components.serving.routing import Routing
 from tests.components.serving.local import LocalRouter, local_router, routing_to
@@ -69,4 +69,5 @@ def serve_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeTable]:
         monkeypatch.setattr(deploying, "has_room", lambda bundles: True)
         monkeypatch.setattr(deploying, "wait_until_answering", lambda service, name: None)
         monkeypatch.setattr(running, "_job_files", dict)
+        monkeypatch.setattr(claim, "cluster_name", lambda: "cluster")
         yield table
