@@ -69,7 +69,7 @@ class Watch:
         self, arm: str, policy: ExperimentConfig, config: WatchConfig, reference: Acceptance | None = None
     ) -> None:
         self.reference = reference
-        self._ledger = Ledger([arm], policy)
+        self.ledger = Ledger([arm], policy)
         self._config = config
         self._slow_s: float | None = None
         """Usual 95th percentile of a request's time."""
@@ -77,18 +77,23 @@ class Watch:
 
     def add(self, records: Iterable[LiveRecord], now: float) -> list[Alarm]:
         """The alarms of the windows that these records fill; `now` is Unix time in seconds."""
-        over: list[Session] = []
+        alarms = []
         for record in sorted(records, key=ended_at):
-            over += self._ledger.silent(ended_at(record))
-            over += self._ledger.add(record)
-        over += self._ledger.silent(now)
-        return [alarm for session in over for alarm in self._enter(session)]
+            alarms += self._enter_all(self.ledger.silent(ended_at(record)))
+            alarms += self._enter_all(self.ledger.add(record))
+        return alarms + self._enter_all(self.ledger.silent(now))
+
+    def _enter_all(self, sessions: Iterable[Session]) -> list[Alarm]:
+        return [alarm for session in sessions for alarm in self._enter(session)]
 
     def _enter(self, session: Session) -> list[Alarm]:
         self._window.append(session)
         if len(self._window) < self._config.sessions:
             return []
         window, self._window = self._window, []
+        # A session counts once so that no client decides a window alone. A window that was tested is tested no more, and a watch has no end:
+        # whoever comes again counts once in the next one.
+        self.ledger.forget_over()
         times = [np.array([r.duration_s for r in session.records if r.error is None]) for session in window]
         alarms = []
         if self.reference is None:

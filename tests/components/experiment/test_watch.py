@@ -6,7 +6,7 @@ import pytest
 from components.config import ExperimentConfig, WatchConfig
 from components.experiment.sessions import Session
 from components.experiment.watch import Acceptance, Watch
-from tests.components.experiment.records import CHALLENGER, live_traffic
+from tests.components.experiment.records import CHALLENGER, live_record, live_traffic
 
 POLICY, CONFIG = ExperimentConfig(), WatchConfig(sessions=100)
 LONG_AFTER = 1e9
@@ -60,3 +60,21 @@ def test_without_a_reference_the_first_window_becomes_it():
 
 def test_a_window_that_is_not_full_is_not_tested(reference):
     assert alarms(traffic(1, sessions=99, effect=-0.5), reference) == []
+
+
+def test_a_watch_without_an_end_remembers_one_window_of_sessions(reference):
+    watch = Watch(CHALLENGER, POLICY, CONFIG, reference)
+    for day in range(30):
+        assert watch.add(traffic(day, 250, first=1000 * day), 1000.0 * day + 900) == []
+        assert watch.ledger.num_over + watch.ledger.num_open < CONFIG.sessions
+
+
+def test_a_client_that_never_ends_counts_once_in_a_window(reference):
+    """Its AL is low, and one of a hundred sessions is too few for an alarm."""
+    watch = Watch(CHALLENGER, POLICY, CONFIG, reference)
+    wrong = {"rounds": 100, "accepted": 0, "task": "code", "duration_s": 0.1}
+    client = [live_record("always", treated=True, started_at=0.2 * i, **wrong) for i in range(5 * 300)]
+    records = [*traffic(1, 298), *client]
+    assert watch.add(records, LONG_AFTER) == []
+    assert watch.ledger.requests + watch.ledger.uncounted == len(records)
+    assert watch.ledger.uncounted > POLICY.session_requests
