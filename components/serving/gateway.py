@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from components.serving.meter import Meter
 from components.serving.metrics import NO_ARM, Metrics, Outcome
 from components.serving.protocol import CLIENT_CLOSED, ApiError, parse_body, read_body, upstream_body
 from components.serving.records import RecordWriter
-from components.serving.routing import ArmState, Routing, describe_arms
+from components.serving.routing import ArmState, Routing, check_epoch, describe_arms, describe_changes, follows
 from components.serving.upstream import ARM_KILLED, Call, NotThere, Upstream
 from components.storage import Location
 
@@ -47,15 +47,25 @@ class Gateway:
         self._admin_token: SecretFile | None = None
         self._writer: RecordWriter | None = None
         self._running: defaultdict[str, set[Call]] = defaultdict(set)
-        self._copies: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()
+        """Copies to shadows, and words to Serve."""
         self._changing = asyncio.Lock()
-        self._superseded: set[int] = set()
-        """Weight epochs that an operator's change ended."""
 
     def configure(self, routing: Routing) -> None:
-        """Takes a routing from Serve, unless an operator has changed it since: Serve still has to hear of that."""
-        if routing.weight_epoch not in self._superseded:
-            self._take(routing)
+        """Takes a routing from Serve, unless the traffic was changed since it was made: then Serve is told what is live."""
+        if follows(routing, self._routing):
+            return self._take(routing)
+        log.warning(
+            "weight epoch %d was made from %s, which is not live: refused", routing.weight_epoch, routing.replaces
+        )
+        self._start_beside(self._keep_live())
+
+    async def replace(self, routing: Routing) -> Routing:
+        """The compare-and-set of a command: takes `routing` if it was made from what is live. What is live then."""
+        async with self._changing:
+            if follows(routing, self._routing):
+                self._take(routing)
+            return self._routing or routing
 
     def _take(self, routing: Routing) -> None:
         """Makes a routing live for every request from now on; what runs on a killed arm is cut off."""
@@ -137,22 +147,25 @@ class Gateway:
             raise ApiError(404, "operators' endpoints are off: set ab.admin_token_file", "admin_off")
         check_bearer(headers, self._admin_token)
 
-    async def change(self, change: Callable[[Routing], Routing]) -> dict[str, Any]:
+    async def change(self, change: Callable[[Routing], Routing], epoch: int | None = None) -> dict[str, Any]:
         """An operator's change: live at once in this process, then kept for those that follow it.
 
+        Args:
+            change: Of the live routing.
+            epoch: The weight epoch that the operator saw; None: whatever is live.
+
         Raises:
-            ApiError: what `change` raises; 500 when the change is live but was not kept.
+            ApiError: what `change` raises; 409 when another epoch is live; 500 when the change is live but was not kept.
         """
         async with self._changing:
             before = self.live()
+            check_epoch(before, epoch)
             changed = change(before)
-            self._superseded = (self._superseded | {before.weight_epoch}) - {changed.weight_epoch}
             self._take(changed)
             log.info("an operator changed the arms: %s", describe_changes(changed))
             try:
                 await self._keep(changed)
             except Exception as error:  # of the cluster: the change has been made, but a new router would not know it
-                self._superseded.discard(before.weight_epoch)
                 log.exception("the change was not kept")
                 problem = f"the change is live, but will not outlive this router ({type(error).__name__})"
                 raise ApiError(500, problem, "not_kept") from error
@@ -201,9 +214,19 @@ class Gateway:
                 log.exception("no copy for shadow %s", arm)
                 self._metrics.dropped(arm)
                 continue
-            task = asyncio.create_task(exchange.drain())
-            self._copies.add(task)
-            task.add_done_callback(self._copies.discard)
+            self._start_beside(exchange.drain())
+
+    def _start_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    async def _keep_live(self) -> None:
+        async with self._changing:
+            try:
+                await self._keep(self.live())
+            except Exception:
+                log.exception("what is live was not kept")
 
     def _ended(self, exchange: Exchange, error: ApiError | str | None) -> None:
         asked, code, outcome = exchange.asked, _code(error), _outcome(error)
@@ -221,10 +244,6 @@ class Gateway:
             self._writer.end()  # not waited for: requests run in this loop
         where, days, lost = routing.records, routing.records_retention_days, self._metrics.lost.inc
         self._writer = RecordWriter(Location(where), days, on_lost=lost) if where else None
-
-
-def describe_changes(routing: Routing) -> str:
-    return ", ".join(f"{name} {arm.state.value} {arm.weight:g}" for name, arm in routing.arms.items())
 
 
 def _is_killed(routing: Routing, call: Call) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray import serve
 
 from components.serving.apps import (
     ARM_PREFIX,
@@ -18,6 +19,7 @@ from components.serving.listing import ROUTER, Application, Applications, routin
 from components.serving.routing import ArmState, Routing
 
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+ROUTER_TIMEOUT_S = 60.0
 
 
 def routing_now(live: Mapping[str, Any]) -> Routing | None:
@@ -35,6 +37,21 @@ def answers(routing: Routing | None, live: Mapping[str, Any]) -> bool:
 
 def runs(live: Mapping[str, Any], name: str) -> bool:
     return bool(live.get(name, {}).get("status") == "RUNNING")
+
+
+def can_compare(live: Mapping[str, Any]) -> bool:
+    """Whether a router runs that has this very code, and so `replace_traffic`; another one gives way to it anyway."""
+    return runs(live, ROUTER) and _revision(live[ROUTER]["deployed_app_config"]) == code_revision()
+
+
+def replace_traffic(routing: Routing) -> Routing:
+    """Asks the running router to deal by `routing` if that was made from what is live; what is live then.
+
+    The router is the one process that owns the weights, so of two commands that saw the same epoch one wins.
+    """
+    handle = serve.get_app_handle(ROUTER)
+    told = handle.replace_traffic.remote(routing.model_dump(mode="json")).result(timeout_s=ROUTER_TIMEOUT_S)
+    return Routing.model_validate(told)
 
 
 def arms_beside(service: Service, live: Mapping[str, Any]) -> Applications:
@@ -58,7 +75,7 @@ def router_as_it_runs(routing: Routing, live: Mapping[str, Any]) -> Applications
     if config := there.get("deployed_app_config"):
         if there["status"] in FAILED:
             return {ROUTER: router_application(routing, f"{code_revision()}+{_attempt(config) + 1}", _job_files())}
-        if config["args"]["revision"].partition("+")[0] == code_revision():
+        if _revision(config) == code_revision():
             return {ROUTER: with_routing(config, routing)}
     return {ROUTER: application}
 
@@ -72,6 +89,11 @@ def rerouted(live: Mapping[str, Any], routing: Routing) -> Applications:
 
 def _cores(application: Application) -> str:
     return str(application["args"]["env"].get(BIND_CORES, ""))
+
+
+def _revision(application: Application) -> str:
+    """Of its code."""
+    return str(application["args"]["revision"]).partition("+")[0]
 
 
 def _attempt(application: Application) -> int:

@@ -80,16 +80,19 @@ def _messages(live: Mapping[str, Any], names: Iterable[str]) -> str:
     return "; ".join(lines)
 
 
-def wait_until_live(service: Service, routing: Routing) -> None:
-    """Until the endpoint itself says that it deals traffic by `routing`."""
+def wait_until_live(service: Service, routing: Routing) -> Mapping[str, Any] | None:
+    """Until the endpoint itself says that it deals traffic by `routing`; what it says where a later change took its place, else None."""
     deadline = time.monotonic() + LIVE_TIMEOUT_S
     said = ""
     while time.monotonic() < deadline:
         try:
             reply = httpx.get(f"{service.address}/health", timeout=5, trust_env=False)
-            said = reply.text
-            if not routing.arms or reply.json().get("weight_epoch") == routing.weight_epoch:
-                return
+            said, told = reply.text, reply.json()
+            epoch = told.get("weight_epoch")
+            if not routing.arms or epoch == routing.weight_epoch:
+                return None
+            if epoch is not None and epoch > routing.weight_epoch:
+                return told
         except (httpx.TransportError, ValueError) as error:
             said = f"{type(error).__name__}: {error}"
         time.sleep(0.1)

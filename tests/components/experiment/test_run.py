@@ -35,7 +35,6 @@ from tests.components.experiment.pairs import (
     make_settings,
     register_pair,
 )
-from tests.components.serving.local import routing_to
 from tests.components.serving.serve_table import ServeTable, serve_table
 from tests.conftest import free_port
 from tests.relay import Relay, relay_to
@@ -214,7 +213,6 @@ def test_a_promotion_that_was_decided_before_the_cluster_went_is_done_on_a_new_o
 ) -> None:
     journal.decide(Decision(Action.PROMOTE, ()), {"requests": 400, "sessions": {}, "al": {}})
     serve.applications = {}
-    serve.router.configure(routing_to("none"))
     assert run_experiment(settings, storage, make_artifacts()) == Action.PROMOTE
     assert (champion(heads), serve.routing.weights) == (2, TO_CHALLENGER)
 
