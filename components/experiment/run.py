@@ -6,7 +6,7 @@ each step that follows a decision may be repeated.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,9 @@ from components.experiment.monitor import Arms
 from components.experiment.outcome import act, publish_decision, roll_back, until_it_works
 from components.experiment.pair import Pair, check_pair
 from components.experiment.policy import Action, Decision, Findings
-from components.experiment.table import decision_table, findings_line, findings_table
+from components.experiment.recorded import recorded_acceptance
+from components.experiment.table import decision_table, findings_line, findings_table, watch_table
+from components.experiment.watch import Figure
 from components.experiment.watching import acceptance_until, watch_endpoint
 from components.lease import Lease
 from components.publishing import registry
@@ -185,10 +187,19 @@ def watch_promoted(journal: Journal, pair: Pair, heads: registry.Registry) -> No
     def health() -> Mapping[str, Any] | None:
         return ask_health(pair.address)
 
-    for served, alarms in watch_endpoint(health, pair.records, journal.policy, config, decided_at, head, known):
+    endpoint = watch_endpoint(
+        health, pair.records, journal.policy, config, decided_at, head, known,
+        recorded=lambda other: recorded_acceptance(heads, other), show=show_window,
+    )  # fmt: skip
+    for served, alarms in endpoint:
         if alarms and config.rollback and served == head and roll_back(journal, pair, heads, alarms):
             publish_decision(journal, heads)
             return
+
+
+def show_window(head: str, arm: str, figures: Iterable[Figure]) -> None:
+    """A window of a watch, on the terminal."""
+    Console().print(watch_table(head, arm, figures))
 
 
 @contextmanager

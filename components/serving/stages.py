@@ -1,6 +1,7 @@
 """The `ab` stage: the new head and what it would replace, behind one endpoint, under replayed traffic."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -113,6 +114,12 @@ def registered_arm(name: str, version: Artifact, weight: float) -> ServedArm:
     facts = version.facts
     arm = head_arm(name, version.local("head"), facts["num_speculative_tokens"])
     return ServedArm(arm, weight, f"v{facts['version']}-{facts['head_digest'][:DIGEST_SHOWN]}")
+
+
+def registered_label(head: str) -> tuple[int, str] | None:
+    """(version, beginning of the digest) of a registered head, from what an arm's responses call it; None for other heads."""
+    found = re.fullmatch(r"v(\d+)-([0-9a-f]+)", head)
+    return (int(found[1]), found[2]) if found else None
 
 
 def platform_identity(settings: Settings) -> dict[str, Any]:

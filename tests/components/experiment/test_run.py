@@ -14,6 +14,7 @@ from components.experiment.journal import FOLDER, LEASE, Journal, open_journal
 from components.experiment.outcome import act, roll_back
 from components.experiment.pair import Pair, check_pair
 from components.experiment.policy import Action, Decision
+from components.experiment.recorded import recorded_acceptance
 from components.experiment.run import make_plan, opponent, run_experiment
 from components.experiment.watch import Alarm
 from components.lease import Lease, LeaseHeld
@@ -246,6 +247,19 @@ def test_a_rollback_to_another_version_than_the_experiments_is_refused(
     add_version(heads.client, heads.name, registry.PREVIOUS)
     assert not roll_back(journal, pair, heads, ALARMS)
     assert (champion(heads), serve.routing.weights) == (2, TO_CHALLENGER)
+
+
+def test_what_was_recorded_of_a_head_is_found_by_the_name_under_which_it_serves(heads: Registry, relay: Relay) -> None:
+    for key, value in ((registry.HEAD_DIGEST_TAG, "a" * 64), (registry.NUM_SPECULATIVE_TOKENS_TAG, "3")):
+        heads.client.set_model_version_tag(heads.name, "1", key, value)
+    found = recorded_acceptance(heads, "v1-aaaaaaaaaaaa")
+    assert found is not None
+    assert (found.al("any"), found.num_speculative_tokens) == (2.5, 3)
+    assert "version 1" in found.source
+    others = ("v1-bbbbbbbbbbbb", "v2-bbbbbbbbbbbb", "v9-aaaaaaaaaaaa", "none", "aaaaaaaaaaaa")
+    assert [recorded_acceptance(heads, head) for head in others] == [None] * len(others)
+    relay.stop()
+    assert recorded_acceptance(heads, "v1-aaaaaaaaaaaa") is None
 
 
 def test_an_interrupted_experiment_goes_on_with_the_weights_and_states_of_its_operators(

@@ -5,7 +5,7 @@ import pytest
 
 from components.config import ExperimentConfig, WatchConfig
 from components.experiment.sessions import Session
-from components.experiment.watch import Acceptance, Watch
+from components.experiment.watch import Acceptance, Recorded, Watch
 from tests.components.experiment.records import CHALLENGER, live_record, live_traffic
 
 POLICY, CONFIG = ExperimentConfig(), WatchConfig(sessions=100)
@@ -18,7 +18,7 @@ def traffic(seed, sessions=100, **more):
 
 @pytest.fixture(scope="module")
 def reference():
-    return Acceptance.of([Session("all", CHALLENGER, 0, traffic(0, 400))])
+    return Acceptance.of([Session("all", CHALLENGER, 0, traffic(0, 400))], "the experiment")
 
 
 def alarms(records, reference):
@@ -78,3 +78,22 @@ def test_a_client_that_never_ends_counts_once_in_a_window(reference):
     assert watch.add(records, LONG_AFTER) == []
     assert watch.ledger.requests + watch.ledger.uncounted == len(records)
     assert watch.ledger.uncounted > POLICY.session_requests
+
+
+def test_the_al_of_a_registered_version_is_a_reference_for_every_task():
+    recorded = Recorded("version 3", 2.65, num_speculative_tokens=3)
+    assert alarms(traffic(1), recorded) == []
+    assert alarms(traffic(1, effect=-0.2), recorded) == ["acceptance length"]
+    watch = Watch(CHALLENGER, POLICY, CONFIG, recorded)
+    watch.add(traffic(1), LONG_AFTER)
+    al, time = watch.tested
+    assert (al.reference, al.source, al.alarm) == ("2.650", "version 3", False)
+    assert time.source == "the first window"
+
+
+def test_an_al_of_another_k_is_no_reference_and_the_first_window_becomes_it(caplog):
+    watch = Watch(CHALLENGER, POLICY, CONFIG, Recorded("version 3", 4.0, num_speculative_tokens=5))
+    assert watch.add(traffic(0), 1000.0) == []
+    assert "version 3 is of K=5" in caplog.text
+    assert watch.tested[0].source == "the first window"
+    assert watch.add(traffic(1, first=2000, effect=-0.2), LONG_AFTER)[0].figure == "acceptance length"
