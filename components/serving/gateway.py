@@ -19,10 +19,9 @@ from components.serving.exchange import EMPTY_ANSWER, Asked, Exchange, make_reco
 from components.serving.meter import Meter
 from components.serving.metrics import NO_ARM, Metrics, Outcome
 from components.serving.protocol import CLIENT_CLOSED, ApiError, parse_body, read_body, upstream_body
-from components.serving.records import RecordWriter
+from components.serving.recording import Recording
 from components.serving.routing import ArmState, Routing, check_epoch, describe_arms, describe_changes, follows
 from components.serving.upstream import ARM_KILLED, Call, NotThere, Upstream
-from components.storage import Location
 
 log = logging.getLogger("ray.serve")
 
@@ -45,7 +44,7 @@ class Gateway:
         self._routing: Routing | None = None
         self._api_keys: SecretFile | None = None
         self._admin_token: SecretFile | None = None
-        self._writer: RecordWriter | None = None
+        self._recording = Recording(self._oldest_running, self._metrics.lost.inc)
         self._running: defaultdict[str, set[Call]] = defaultdict(set)
         self._beside: set[asyncio.Task[None]] = set()
         """Copies to shadows, and words to Serve."""
@@ -78,7 +77,7 @@ class Gateway:
             routing.records,
             routing.records_retention_days,
         ):
-            self._open_records(routing)
+            self._recording.open(routing.records, routing.records_retention_days)
         weights = routing.weights
         arms = [(name, arm.head, arm.state.value, weights.get(name, 0.0)) for name, arm in routing.arms.items()]
         self._metrics.set_arms(arms, routing.weight_epoch)
@@ -90,8 +89,7 @@ class Gateway:
 
     def close(self) -> None:
         """Writes what is left of the records."""
-        if self._writer is not None:
-            self._writer.close()
+        self._recording.close()
 
     async def answer(self, request: Request, route: str) -> Response:
         """Answers a request of the OpenAI API; `route` is `chat` or `completions`.
@@ -108,8 +106,8 @@ class Gateway:
     async def _answer(self, request: Request, route: str) -> Response:
         routing = self.live()
         check_bearer(request.headers, self._api_keys)
-        meter = Meter()
         raw_body = await read_body(request, routing.max_body_bytes)
+        meter = Meter()  # now it begins: from here on nothing is waited for until it counts as running
         body = parse_body(raw_body, routing.model)
         asked = self._dealer.deal(routing, request.headers, body, raw_body)
         upstream = upstream_body(body)
@@ -132,7 +130,7 @@ class Gateway:
             "weight_epoch": routing.weight_epoch,
             "arms": describe_arms(routing, out, sessions),
             "leaving": self._leaving(routing),
-            "oldest_running_at": self._oldest_running_at(routing),
+            "oldest_running_at": self._oldest_running_at(),
         }
 
     def metrics(self) -> bytes:
@@ -194,13 +192,17 @@ class Gateway:
         running = Counter(call.app for calls in self._running.values() for call in calls)
         return {app: num for app, num in running.items() if app not in named}
 
-    def _oldest_running_at(self, routing: Routing) -> float | None:
+    def _oldest_running_at(self) -> float | None:
         """Unix time in seconds at which the oldest request began that runs now (shadows' copies aside) or whose record is still to be
-        written; None without one. Who reads the records after this finds all of what began before."""
-        calls = [call for arm in self._running.keys() - set(routing.shadows) for call in self._running[arm]]
-        waiting_since = math.inf if self._writer is None else self._writer.waiting_since
-        oldest = min([waiting_since, *(call.started_at for call in calls)])
+        written, by this router or one that gives way to it; None without one. Who reads the records after this finds all of what began before."""
+        oldest = min(self._oldest_running(), self._recording.waiting_since)
         return None if oldest == math.inf else oldest
+
+    def _oldest_running(self) -> float:
+        """Start of the oldest request that runs in this process; infinite without one. Any thread may ask."""
+        shadows = self._routing.shadows if self._routing else []
+        calls = [call for arm, on_arm in list(self._running.items()) if arm not in shadows for call in list(on_arm)]
+        return min((call.started_at for call in calls), default=math.inf)
 
     def _copy_to_shadows(self, routing: Routing, asked: Asked, route: str, body: dict[str, Any]) -> None:
         for arm in routing.shadows:
@@ -230,20 +232,13 @@ class Gateway:
 
     def _ended(self, exchange: Exchange, error: ApiError | str | None) -> None:
         asked, code, outcome = exchange.asked, _code(error), _outcome(error)
+        self._recording.add(make_record(asked, exchange.meter, code))  # first: see `Recording`
         self._running[asked.arm].discard(exchange.call)
         if outcome in (Outcome.ANSWERED, Outcome.REFUSED):  # an arm that refuses a request is alive
             self._ejector.succeeded(asked.arm)
         elif outcome == Outcome.FAILED and _blames_arm(exchange, code):
             self._ejector.failed(asked.arm)
         self._metrics.ended(asked.arm, exchange.meter, outcome, code, asked.shadow)
-        if self._writer is not None:
-            self._writer.add(make_record(asked, exchange.meter, code))
-
-    def _open_records(self, routing: Routing) -> None:
-        if self._writer is not None:
-            self._writer.end()  # not waited for: requests run in this loop
-        where, days, lost = routing.records, routing.records_retention_days, self._metrics.lost.inc
-        self._writer = RecordWriter(Location(where), days, on_lost=lost) if where else None
 
 
 def _is_killed(routing: Routing, call: Call) -> bool:

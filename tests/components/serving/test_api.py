@@ -578,12 +578,28 @@ def test_a_request_counts_as_running_until_its_record_can_be_read(tmp_path):
     blocked = tmp_path / "live"
     blocked.write_text("a file where the folder should be")
     with local_router({"a": Faulty()}, routing_to("a", records=str(blocked))) as router:
+        wait_until(lambda: router.client.get("/health").json()["oldest_running_at"] is None)
         asked_at = time.time()
         router.ask()
         assert asked_at <= router.client.get("/health").json()["oldest_running_at"] <= time.time()
         blocked.unlink()
         wait_until(lambda: router.client.get("/health").json()["oldest_running_at"] is None)
         assert len(read_records(blocked)) == 1
+
+
+def test_a_request_begins_when_it_was_read_for_until_then_health_cannot_know_of_it(tmp_path):
+    sent_at = []
+
+    def slowly():
+        yield b'{"do": '
+        time.sleep(0.1)
+        sent_at.append(time.time())
+        yield b'"good"}'
+
+    with local_router({"a": Faulty()}, routing_to("a", records=str(tmp_path / "live"))) as router:
+        assert router.client.post(CHAT, content=slowly()).status_code == 200
+    (record,) = read_records(tmp_path)
+    assert record.started_at >= sent_at[0]
 
 
 def test_a_client_that_leaves_is_no_fault_of_the_arm(tmp_path):
