@@ -21,6 +21,7 @@ from components.serving.running import (
     answers,
     arms_beside,
     can_compare,
+    has_this_code,
     replace_traffic,
     rerouted,
     router_as_it_runs,
@@ -34,6 +35,7 @@ from components.serving.waiting import (
     wait_until_left,
     wait_until_live,
     wait_until_running,
+    wait_until_settled,
 )
 
 log = logging.getLogger("aerie")
@@ -109,6 +111,8 @@ def _compare_and_set(client: ServeSubmissionClient, routing: Routing) -> None:
     Raises:
         RoutingChanged: it was made from an epoch that is no longer live.
     """
+    # another command's router may be starting, or hearing of a change at this moment
+    wait_until_settled(client, lambda router: has_this_code(router) and router["status"] == "DEPLOYING")
     if not can_compare(client.get_serve_details()["applications"]):
         return
     live = replace_traffic(routing)

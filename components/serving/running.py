@@ -5,6 +5,8 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from components.serving.apps import (
     ARM_PREFIX,
@@ -17,6 +19,7 @@ from components.serving.apps import (
 from components.serving.cores import BIND_CORES, own_cores
 from components.serving.listing import ROUTER, Application, Applications, routing_of, with_routing
 from components.serving.routing import ArmState, Routing
+from components.serving.waiting import DeploymentFailed
 
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 ROUTER_TIMEOUT_S = 60.0
@@ -41,16 +44,31 @@ def runs(live: Mapping[str, Any], name: str) -> bool:
 
 def can_compare(live: Mapping[str, Any]) -> bool:
     """Whether a router runs that has this very code, and so `replace_traffic`; another one gives way to it anyway."""
-    return runs(live, ROUTER) and _revision(live[ROUTER]["deployed_app_config"]) == code_revision()
+    return runs(live, ROUTER) and has_this_code(live[ROUTER])
+
+
+def has_this_code(router: Mapping[str, Any]) -> bool:
+    """Whether a router, as Serve tells of it, was declared with the code of this process."""
+    config = router.get("deployed_app_config")
+    return config is not None and _revision(config) == code_revision()
 
 
 def replace_traffic(routing: Routing) -> Routing:
     """Asks the running router to deal by `routing` if that was made from what is live; what is live then.
 
     The router is the one process that owns the weights, so of two commands that saw the same epoch one wins.
+
+    Raises:
+        DeploymentFailed: it does not answer.
     """
-    handle = serve.get_app_handle(ROUTER)
-    told = handle.replace_traffic.remote(routing.model_dump(mode="json")).result(timeout_s=ROUTER_TIMEOUT_S)
+    try:
+        handle = serve.get_app_handle(ROUTER)
+        told = handle.replace_traffic.remote(routing.model_dump(mode="json")).result(timeout_s=ROUTER_TIMEOUT_S)
+    except (TimeoutError, RayServeException, RayError) as error:
+        problem = (
+            f"the router does not answer ({type(error).__name__}), so the traffic was not changed: repeat the command"
+        )
+        raise DeploymentFailed(problem) from error
     return Routing.model_validate(told)
 
 

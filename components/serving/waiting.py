@@ -12,6 +12,7 @@ from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from components.serving.apps import Service
+from components.serving.listing import ROUTER
 from components.serving.routing import Routing
 
 log = logging.getLogger("aerie")
@@ -78,6 +79,13 @@ def _messages(live: Mapping[str, Any], names: Iterable[str]) -> str:
         said = [application.get("message", "")] + [d["message"] for d in application.get("deployments", {}).values()]
         lines.append(": ".join([name, *dict.fromkeys(text.strip() for text in said if text)]))
     return "; ".join(lines)
+
+
+def wait_until_settled(client: ServeSubmissionClient, is_changing: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Until Serve no longer says of the router that it `is_changing`; not for ever."""
+    deadline = time.monotonic() + LIVE_TIMEOUT_S
+    while is_changing(client.get_serve_details()["applications"].get(ROUTER, {})) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def wait_until_live(service: Service, routing: Routing) -> Mapping[str, Any] | None:

@@ -28,6 +28,8 @@ class ServeTable:
     """What somebody else does after the first, second, ... configuration."""
     act_before: dict[int, Act] = field(default_factory=dict)
     """The same, when a command has looked and before it configures."""
+    statuses: dict[str, str] = field(default_factory=dict)
+    """Of applications that are not running."""
     num_put: int = 0
     put_at: dict[int, float] = field(default_factory=dict)
     """Unix time in seconds at which each of them was in effect."""
@@ -38,7 +40,11 @@ class ServeTable:
             "controller_info": {"actor_id": "one"},
             "http_options": {"host": url.host, "port": url.port},
             "applications": {
-                name: {"status": "RUNNING", "deployed_app_config": app, "route_prefix": app["route_prefix"]}
+                name: {
+                    "status": self.statuses.get(name, "RUNNING"),
+                    "deployed_app_config": app,
+                    "route_prefix": app["route_prefix"],
+                }
                 for name, app in self.applications.items()
             },
         }

@@ -7,13 +7,14 @@ import pytest
 
 from components.config import Settings
 from components.pipeline import Selection
+from components.publishing.outcome import ServeAlone
 from components.section import ConfigError
 from components.serving import claim
 from components.serving.claim import check_unclaimed, claimed_endpoint
 from components.serving.stages import ab_stage
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
-from pipelines import cli
+from pipelines import cli, full
 
 EXPERIMENT = "the experiment with version 2 of heads against version 1"
 IN_USE = rf"ab\.port: .*in use by {EXPERIMENT} \(process \d+ on .*wait for its end or interrupt it"
@@ -50,6 +51,18 @@ def test_the_ab_stage_leaves_the_arms_of_a_live_experiment_alone(storage: Locati
     output = Output("ab", storage.join("ab", "0"), "0", lambda figures, step: None)
     with claimed_endpoint(EXPERIMENT, storage, TTL_S), pytest.raises(ConfigError, match=IN_USE):
         ab_stage(settings).run({}, output)  # nothing is read, so nothing can have started
+
+
+def test_a_publication_at_the_end_of_a_job_moves_no_traffic_while_an_experiment_has_it(
+    storage: Location, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves: list[ServeAlone] = []
+    monkeypatch.setattr(full, "publish_stage", lambda settings, serve_alone: moves.append(serve_alone))
+    monkeypatch.setattr(full, "move_endpoint", lambda settings, version, allow_gap: True)
+    full.define_stages(settings)
+    with claimed_endpoint(EXPERIMENT, storage, TTL_S), pytest.raises(ConfigError, match=IN_USE):
+        moves[0](3)
+    assert moves[0](3)
 
 
 @pytest.mark.parametrize(("last", "refused"), [("ab", True), ("publish", True), ("responses", False)])

@@ -1,5 +1,6 @@
 """A change of the traffic by somebody else while a deployment waits for engines: it stays, and the deployment says so."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,3 +139,26 @@ def test_a_kill_switch_between_a_commands_look_and_its_change_stays_and_serve_he
     wait_until(lambda: serve.routing.arms["other"].state == ArmState.KILLED)
     health = serve.router.client.get("/health").json()
     assert (health["arms"]["other"]["state"], health["weight_epoch"]) == ("killed", serve.routing.weight_epoch)
+
+
+def test_a_command_waits_for_the_router_that_hears_of_anothers_change_and_then_loses(
+    serve: ServeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deploy(make_service(serve, champion=0.5, other=0.5))
+    num_put = serve.num_put
+
+    def change_meanwhile(routing: Routing) -> Routing:
+        assert serve.statuses == {}, "asked when it runs again"
+        return serve.replace_traffic(routing)
+
+    def settle() -> None:
+        serve.operator(kill_all_but_control)
+        serve.statuses.clear()
+
+    serve.statuses[ROUTER] = "DEPLOYING"
+    monkeypatch.setattr(deploying, "replace_traffic", change_meanwhile)
+    seen = serve.router.gateway.live().weight_epoch
+    threading.Timer(0.3, settle).start()
+    with pytest.raises(RoutingChanged, match="other killed"):
+        deploy(make_service(serve, champion=0.1, other=0.9), epoch=seen)
+    assert serve.num_put == num_put
