@@ -326,7 +326,8 @@ class WatchConfig(Section):
     sessions: Annotated[int, Field(ge=20)] = 200
     """Sessions of a window, which is tested once."""
     al_drop: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
-    """Alarm when AL is lower than in the experiment (or, without one, in the first window) by more than this share, beyond doubt."""
+    """Alarm when AL is lower by more than this share, beyond doubt, than in the experiment; without one than recorded of the registered
+    version at this K; without such a figure than in the first window."""
     latency_increase: Annotated[float, Field(ge=0.0)] = 0.25
     """Alarm when the 95th percentile of a request's time is larger than in the first window by more than this share, beyond doubt."""
     level: Annotated[float, Field(gt=0.0, le=0.05)] = 0.001

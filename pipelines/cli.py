@@ -18,6 +18,7 @@ from components.publishing.bundle import BundleError
 from components.publishing.promotion import ChampionChanged, NothingToRollBack
 from components.rows import TooManyRowsLost
 from components.section import ConfigError
+from components.serving.claim import check_unclaimed
 from components.serving.waiting import DeploymentFailed
 from components.speed.server import ServerFailed
 from components.stage import InputChanged, Stage
@@ -28,6 +29,8 @@ from pipelines.run_options import RunOptions, with_run_options
 
 log = logging.getLogger("aerie")
 
+ENDPOINT_STAGES = {"ab", "publish"}
+"""They change what the endpoint serves."""
 JOB_MARK = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 S3_ADDRESSES = (
     "AWS_ENDPOINT_URL",
@@ -94,10 +97,13 @@ def run_pipeline(define_stages: Callable[[Settings], Sequence[Stage]], options: 
 def make_pipeline(stages: Sequence[Stage], settings: Settings) -> Pipeline:
     def prepare(to_run: Sequence[str]) -> None:
         connect_to_ray()
+        if ENDPOINT_STAGES & set(to_run):  # now, and not after hours of work for them
+            check_unclaimed(storage, settings.storage.lease_ttl_s)
         for stage in to_run:
             check_room(stage_needs(stage, settings))
 
-    return Pipeline(stages, settings, Location(settings.storage.uri), Tracker.of(settings), prepare)
+    storage = Location(settings.storage.uri)
+    return Pipeline(stages, settings, storage, Tracker.of(settings), prepare)
 
 
 def connect_to_ray() -> None:

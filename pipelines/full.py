@@ -8,9 +8,11 @@ from components.data.stages import features_stage, prompts_stage, responses_stag
 from components.evaluation.stages import evaluation_stage, preflight_stage
 from components.publishing.stages import drafts_stage, incumbent_stage, publish_stage
 from components.publishing.summary import print_summary
+from components.serving.claim import claimed_endpoint
 from components.serving.stages import ab_stage
 from components.speed.stages import speed_stage
 from components.stage import Stage
+from components.storage import Location
 from components.target.stages import target_stage
 from components.training.stages import head_stage
 from pipelines.cli import guarded, pipeline_app
@@ -21,7 +23,10 @@ def define_stages(settings: Settings) -> Sequence[Stage]:
     """The table of contents; every stage reads outputs of stages above it."""
 
     def serve_alone(version: int | None) -> bool:
-        return move_endpoint(settings, version, allow_gap=False)
+        with claimed_endpoint(
+            "the publication of another job", Location(settings.storage.uri), settings.storage.lease_ttl_s
+        ):
+            return move_endpoint(settings, version, allow_gap=False)
 
     return [
         target_stage(settings),  # the model being served

@@ -11,11 +11,12 @@ import typer
 
 from components.config import Settings
 from components.experiment.conduct import ask_health, live_weight
-from components.experiment.run import opponent, records_of, run_experiment
+from components.experiment.recorded import recorded_acceptance
+from components.experiment.run import opponent, records_of, run_experiment, show_window
 from components.experiment.watching import watch_endpoint
 from components.pipeline import Pipeline, Selection
 from components.publishing.incumbent import check_target
-from components.publishing.stages import challenger_stage, champion_stage
+from components.publishing.stages import challenger_stage, champion_stage, registry_of
 from components.section import ConfigError
 from components.serving.apps import Service, model_name
 from components.serving.deploy import deploy, routed_model
@@ -105,7 +106,12 @@ def watch_champion(pipeline: Pipeline, allow_gap: bool) -> None:
     if not _serves(address, champion_arm(champion, 1.0).head):
         serve_champion(pipeline, allow_gap)
     policy, config = settings.ab.experiment, settings.ab.watch
-    for _ in watch_endpoint(lambda: ask_health(address), records, policy, config, time.time()):
+    heads = registry_of(settings, pipeline.storage)
+    endpoint = watch_endpoint(
+        lambda: ask_health(address), records, policy, config, time.time(),
+        recorded=lambda head: recorded_acceptance(heads, head), show=show_window,
+    )  # fmt: skip
+    for _ in endpoint:
         pass  # it logs its alarms, and nothing else follows from them
 
 

@@ -102,6 +102,13 @@ class Journal:
         self.location.join(name).write_bytes(json.dumps(content, indent=1).encode())
 
 
+def describe_plan(plan: Plan) -> str:
+    """For people."""
+    return (
+        f"the experiment with version {plan.challenger_version} of {plan.name} against version {plan.champion_version}"
+    )
+
+
 def folder_name(plan: Plan) -> str:
     """Of an experiment, below its model's."""
     return f"v{plan.challenger_version}-against-v{plan.champion_version}-{plan.target_digest[:8]}"

@@ -6,8 +6,8 @@ each step that follows a decision may be repeated.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,14 @@ from rich.live import Live
 from components.config import Settings
 from components.experiment.conduct import Show, ask_health, conduct
 from components.experiment.follow import Follower
-from components.experiment.journal import FOLDER, LEASE, Journal, Plan, find_journal, open_journal
+from components.experiment.journal import FOLDER, LEASE, Journal, Plan, describe_plan, find_journal, open_journal
 from components.experiment.monitor import Arms
 from components.experiment.outcome import act, publish_decision, roll_back, until_it_works
 from components.experiment.pair import Pair, check_pair
 from components.experiment.policy import Action, Decision, Findings
-from components.experiment.table import decision_table, findings_line, findings_table
+from components.experiment.recorded import recorded_acceptance
+from components.experiment.table import decision_table, findings_line, findings_table, watch_table
+from components.experiment.watch import Figure
 from components.experiment.watching import acceptance_until, watch_endpoint
 from components.lease import Lease
 from components.publishing import registry
@@ -31,6 +33,7 @@ from components.publishing.run_log import mlflow_errors
 from components.publishing.stages import registry_of
 from components.publishing.versions import check_verdict, find
 from components.section import ConfigError
+from components.serving.claim import claimed_endpoint
 from components.serving.deploy import served_routing
 from components.serving.records import live_records
 from components.serving.stages import CHALLENGER, CHAMPION
@@ -62,6 +65,7 @@ def run_experiment(
 
     Raises:
         ConfigError: the two heads cannot be compared, the gate refused the challenger, live records are off, or the plan changed.
+            Or another command tries arms on this endpoint.
         LeaseHeld: another command conducts an experiment of this model.
         ChampionChanged: somebody else promoted another head meanwhile.
         RoutingChanged: somebody else changed what is served meanwhile.
@@ -71,14 +75,17 @@ def run_experiment(
     with mlflow_errors(uri):
         check_verdict(find(heads.client, heads.name, str(artifacts[CHALLENGER].facts["version"])), override)
     pair = Pair(settings, artifacts, records_of(settings, storage), allow_gap)
-    with Lease(storage.join(FOLDER, heads.name, LEASE), settings.storage.lease_ttl_s) as lease:
-        plan = make_plan(settings, artifacts)
+    plan, ttl_s = make_plan(settings, artifacts), settings.storage.lease_ttl_s
+    claim = claimed_endpoint(describe_plan(plan), storage, ttl_s)
+    with Lease(storage.join(FOLDER, heads.name, LEASE), ttl_s) as lease, ExitStack() as trying:
+        claimed = trying.enter_context(claim)
         journal = find_journal(storage, plan)
         with mlflow_errors(uri):
             over = journal is not None and is_over(journal, heads)
         if journal is None or not over:
             journal = decide(journal, plan, pair, storage)
             lease.check()
+            claimed.check()
             finish(journal, pair, heads, override)
         else:
             journal.note_applied()
@@ -87,6 +94,8 @@ def run_experiment(
         action = journal.decided()
         assert action is not None, "it is over"
         if action == Action.PROMOTE and watch and journal.rolled_back() is None:
+            if not settings.ab.watch.rollback:
+                trying.close()  # a watch that only speaks may go on for ever, and leaves the endpoint to others
             watch_promoted(journal, pair, heads)
     return action
 
@@ -178,10 +187,19 @@ def watch_promoted(journal: Journal, pair: Pair, heads: registry.Registry) -> No
     def health() -> Mapping[str, Any] | None:
         return ask_health(pair.address)
 
-    for served, alarms in watch_endpoint(health, pair.records, journal.policy, config, decided_at, head, known):
+    endpoint = watch_endpoint(
+        health, pair.records, journal.policy, config, decided_at, head, known,
+        recorded=lambda other: recorded_acceptance(heads, other), show=show_window,
+    )  # fmt: skip
+    for served, alarms in endpoint:
         if alarms and config.rollback and served == head and roll_back(journal, pair, heads, alarms):
             publish_decision(journal, heads)
             return
+
+
+def show_window(head: str, arm: str, figures: Iterable[Figure]) -> None:
+    """A window of a watch, on the terminal."""
+    Console().print(watch_table(head, arm, figures))
 
 
 @contextmanager

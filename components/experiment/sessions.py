@@ -50,6 +50,15 @@ class Ledger:
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def num_over(self) -> int:
+        """Keys of sessions that shall not count again."""
+        return len(self._over)
+
+    def forget_over(self) -> None:
+        """From now on the sessions that are over may count again, each as a new one; those that are open stay."""
+        self._over.clear()
+
     def takes(self, record: LiveRecord) -> bool:
         """Whether the request is part of the experiment."""
         return not record.shadow and not record.forced and record.assigned_arm in self._arms

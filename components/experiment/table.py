@@ -9,6 +9,7 @@ from rich.table import Table
 from components.evaluation.gate import Reason
 from components.experiment.monitor import Arms
 from components.experiment.policy import Decision, Findings
+from components.experiment.watch import Figure
 
 
 def findings_table(findings: Findings, decision: Decision, arms: Arms, max_requests: int) -> Table:
@@ -34,6 +35,14 @@ def _table(title: str, al: Mapping[str, float | None], reasons: Iterable[Reason]
     table.add_row("AL", ", ".join(f"{name} {_number(value)}" for name, value in al.items()), "", "")
     for reason in reasons:
         table.add_row(reason.check, reason.measured, reason.required, "yes" if reason.passed else "no")
+    return table
+
+
+def watch_table(head: str, arm: str, figures: Iterable[Figure]) -> Table:
+    """A window that was tested, and with what it was compared."""
+    table = Table("", "measured", "reference", "which is", "", title=f"watch: {head} (arm {arm})")
+    for figure in figures:
+        table.add_row(figure.name, figure.measured, figure.reference, figure.source, "alarm" if figure.alarm else "")
     return table
 
 

@@ -1,7 +1,8 @@
 """Is a champion still what it was?
 
-Sessions that are over fill windows of a fixed size; each window is tested once. AL is compared with the reference task by task, so a
-change in what people ask is no alarm, and a request's time with the 95th percentile of the first window: a time depends on the load, which
+Sessions that are over fill windows of a fixed size; each window is tested once. AL is compared with the reference: with what the head had in an
+experiment or in its first window task by task, so a change in what people ask is no alarm; with what was recorded of its version as a whole.
+A request's time is compared with the 95th percentile of the first window: a time depends on the load, which
 is another one when a head has all of the traffic. A test is on the window's sum of one score a session over the root of the sum of its
 squares (a session is what is independent), at a level so small that false alarms are rare: at 0.001, one in a thousand windows for each figure.
 """
@@ -20,17 +21,21 @@ from components.serving.records import LiveRecord
 
 log = logging.getLogger("aerie")
 
+FIRST_WINDOW = "the first window"
+
 
 @dataclass
 class Acceptance:
     """Sums by task: what AL a head had."""
 
+    source: str
+    """Where it was measured, for people."""
     accepted: dict[str, int] = field(default_factory=dict)
     rounds: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, sessions: Iterable[Session]) -> "Acceptance":
-        made = cls()
+    def of(cls, sessions: Iterable[Session], source: str) -> "Acceptance":
+        made = cls(source)
         for session in sessions:
             made.add(session)
         return made
@@ -49,10 +54,41 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """The AL that a head was registered with: one figure over its held-out prompts, of whatever tasks they were."""
+
+    source: str
+    length: float
+    num_speculative_tokens: int
+    """With which it was measured; at another K it says nothing."""
+
+    def al(self, task: str) -> float:
+        return self.length
+
+    def __str__(self) -> str:
+        return f"{self.length:.3f}"
+
+
+Reference = Acceptance | Recorded
+
+
+@dataclass(frozen=True)
 class Alarm:
     figure: str
     measured: str
     reference: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Of a window that was tested."""
+
+    name: str
+    measured: str
+    reference: str
+    source: str
+    """Of the reference."""
+    alarm: bool
 
 
 class Watch:
@@ -62,14 +98,16 @@ class Watch:
         arm: Its name in the records.
         policy: When a session is over.
         config: Margins, the window's size and the level.
-        reference: Its AL so far; None: the first window becomes it.
+        reference: Its AL so far; None, or one of another K than the arm drafts with: the first window becomes it.
     """
 
     def __init__(
-        self, arm: str, policy: ExperimentConfig, config: WatchConfig, reference: Acceptance | None = None
+        self, arm: str, policy: ExperimentConfig, config: WatchConfig, reference: Reference | None = None
     ) -> None:
         self.reference = reference
-        self._ledger = Ledger([arm], policy)
+        self.tested: tuple[Figure, ...] = ()
+        """The newest window's."""
+        self.ledger = Ledger([arm], policy)
         self._config = config
         self._slow_s: float | None = None
         """Usual 95th percentile of a request's time."""
@@ -77,50 +115,61 @@ class Watch:
 
     def add(self, records: Iterable[LiveRecord], now: float) -> list[Alarm]:
         """The alarms of the windows that these records fill; `now` is Unix time in seconds."""
-        over: list[Session] = []
+        alarms = []
         for record in sorted(records, key=ended_at):
-            over += self._ledger.silent(ended_at(record))
-            over += self._ledger.add(record)
-        over += self._ledger.silent(now)
-        return [alarm for session in over for alarm in self._enter(session)]
+            alarms += self._enter_all(self.ledger.silent(ended_at(record)))
+            alarms += self._enter_all(self.ledger.add(record))
+        return alarms + self._enter_all(self.ledger.silent(now))
+
+    def _enter_all(self, sessions: Iterable[Session]) -> list[Alarm]:
+        return [alarm for session in sessions for alarm in self._enter(session)]
 
     def _enter(self, session: Session) -> list[Alarm]:
         self._window.append(session)
         if len(self._window) < self._config.sessions:
             return []
         window, self._window = self._window, []
+        # A session counts once so that no client decides a window alone. A window that was tested is tested no more, and a watch has no end:
+        # whoever comes again counts once in the next one.
+        self.ledger.forget_over()
         times = [np.array([r.duration_s for r in session.records if r.error is None]) for session in window]
-        alarms = []
-        if self.reference is None:
-            self.reference = Acceptance.of(window)
-            log.info("watch: the first %d sessions are the reference: AL %s", len(window), self.reference)
-        else:
-            alarms += self._al_alarm(window, self.reference)
-        if self._slow_s is None:
-            self._slow_s = _slow_s(np.concatenate(times))
-        else:
-            alarms += self._time_alarm(times, self._slow_s)
-        return alarms
+        self.tested = (self._al_figure(window), self._time_figure(times))
+        return [Alarm(figure.name, figure.measured, figure.reference) for figure in self.tested if figure.alarm]
 
-    def _al_alarm(self, window: list[Session], reference: Acceptance) -> list[Alarm]:
+    def _al_figure(self, window: list[Session]) -> Figure:
         """By how much fewer tokens were accepted than at the lowest AL allowed."""
-        floors = {task: (reference.al(task) or 1.0) * (1 - self._config.al_drop) - 1 for task in reference.rounds}
+        mine = Acceptance.of(window, FIRST_WINDOW)
+        if isinstance(self.reference, Recorded) and not is_drafted_with(self.reference.num_speculative_tokens, window):
+            log.warning(
+                "watch: %s is of K=%d and not of this arm's",
+                self.reference.source,
+                self.reference.num_speculative_tokens,
+            )
+            self.reference = None
+        if self.reference is None:
+            self.reference = mine
+            log.info("watch: the first %d sessions are the reference: AL %s", len(window), mine)
+            return Figure("acceptance length", str(mine), str(mine), mine.source, alarm=False)
         lacking = np.zeros(len(window))
         for i, session in enumerate(window):
             for task, records in by_task(session):
-                if task in floors:  # of a task that is new nothing is expected
-                    lacking[i] += sum(floors[task] * r.rounds - r.accepted for r in records)
-        if not self._is_positive(lacking):
-            return []
-        return [Alarm("acceptance length", str(Acceptance.of(window)), str(reference))]
+                usual = self.reference.al(task)
+                if usual is not None:  # of a task that is new nothing is expected
+                    floor = usual * (1 - self._config.al_drop) - 1
+                    lacking[i] += sum(floor * r.rounds - r.accepted for r in records)
+        alarm = self._is_positive(lacking)
+        return Figure("acceptance length", str(mine), str(self.reference), self.reference.source, alarm)
 
-    def _time_alarm(self, times: list[np.ndarray], usual_s: float) -> list[Alarm]:
+    def _time_figure(self, times: list[np.ndarray]) -> Figure:
         """How many more requests than 1 in 20 were slower than allowed; `times` in seconds, of each session's requests."""
-        limit = usual_s * (1 + self._config.latency_increase)
-        excess = np.array([np.sum(mine > limit) - (1 - QUANTILE) * len(mine) for mine in times])
-        if not self._is_positive(excess):
-            return []
-        return [Alarm("p95 latency", f"{np.quantile(np.concatenate(times), QUANTILE):.2f} s", f"{usual_s:.2f} s")]
+        mine_s, alarm = _slow_s(np.concatenate(times)), False
+        if self._slow_s is None:
+            self._slow_s = mine_s
+        else:
+            limit = self._slow_s * (1 + self._config.latency_increase)
+            excess = np.array([np.sum(mine > limit) - (1 - QUANTILE) * len(mine) for mine in times])
+            alarm = self._is_positive(excess)
+        return Figure("p95 latency", _seconds(mine_s), _seconds(self._slow_s), FIRST_WINDOW, alarm)
 
     def _is_positive(self, scores: np.ndarray) -> bool:
         return bool(scores.sum() > -ndtri(self._config.level) * np.sqrt((scores**2).sum()) > 0)
@@ -128,3 +177,13 @@ class Watch:
 
 def _slow_s(times_s: np.ndarray) -> float | None:
     return float(np.quantile(times_s, QUANTILE)) if len(times_s) >= MIN_TIMES else None
+
+
+def is_drafted_with(num_speculative_tokens: int, sessions: Iterable[Session]) -> bool:
+    """Whether all that was drafted in these sessions was drafted so many tokens at a time; False where nothing was."""
+    lengths = {len(record.histogram) for session in sessions for record in session.records if record.histogram}
+    return lengths == {num_speculative_tokens + 1}
+
+
+def _seconds(value_s: float | None) -> str:
+    return "none" if value_s is None else f"{value_s:.2f} s"

@@ -2,14 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from components.config import ExperimentConfig, WatchConfig
 from components.experiment.conduct import Health, live_weight
 from components.experiment.follow import Follower
 from components.experiment.sessions import Ledger, ended_at
-from components.experiment.watch import Acceptance, Alarm, Watch
+from components.experiment.watch import FIRST_WINDOW, Acceptance, Alarm, Figure, Recorded, Reference, Watch
 from components.serving.records import LiveRecord
 from components.serving.stages import CHAMPION
 from components.storage import Location
@@ -18,6 +18,8 @@ log = logging.getLogger("aerie")
 
 Clock = Callable[[], float]
 """Unix time in seconds."""
+Show = Callable[[str, str, Sequence[Figure]], None]
+"""(head, arm, figures)"""
 
 
 def watch_endpoint(
@@ -28,9 +30,13 @@ def watch_endpoint(
     since: float,
     expected: str | None = None,
     reference: Acceptance | None = None,
+    recorded: Callable[[str], Recorded | None] = lambda head: None,
+    show: Show = lambda head, arm, figures: None,
     now: Clock = time.time,
 ) -> Iterator[tuple[str, list[Alarm]]]:
-    """Looks every `poll_s` seconds, without an end; gives (head, its alarms) at every look. Another head is watched by its own first window.
+    """Looks every `poll_s` seconds, without an end; gives (head, its alarms) at every look.
+
+    A head's reference is what is known of it from an experiment on this very traffic, else what was recorded of its version, else its first window.
 
     Args:
         health: What the endpoint says of its arms.
@@ -39,7 +45,9 @@ def watch_endpoint(
         config: Margins, the window's size and the level.
         since: Unix time in seconds; requests that began before are left out.
         expected: The head to watch, for as long as an arm with it takes sessions; None: the champion's arm, or the one with the most.
-        reference: The AL that `expected` had; None: its first window tells.
+        reference: The AL that `expected` had in the experiment.
+        recorded: What the registry says of a head, by the name that the endpoint gives it.
+        show: Called when a window was tested.
         now: The clock.
     """
     follower = Follower(records, since)
@@ -47,15 +55,24 @@ def watch_endpoint(
     while True:
         served = main_arm(health(), expected)
         if served is not None and served != watched:
-            known = watch.reference if watch is not None and served[1] == watched[1] else None
+            known: Reference | None = watch.reference if watch is not None and served[1] == watched[1] else None
             if served[1] == expected and known is None:
                 known = reference
+            if known is None:
+                known = recorded(served[1])
             since = since if watch is None else now()
             watch, watched = Watch(served[0], policy, config, known), served
-            log.info("watch: %s (arm %s), by windows of %d sessions", served[1], served[0], config.sessions)
+            compared = known.source if known is not None else FIRST_WINDOW
+            log.info(
+                "watch: %s (arm %s), by windows of %d sessions; AL is compared with %s: %s",
+                served[1], served[0], config.sessions, compared, known or "not known yet",
+            )  # fmt: skip
         alarms = []
         if watch is not None:
+            tested = watch.tested
             alarms = watch.add([record for record in follower.new() if record.started_at >= since], now())
+            if watch.tested is not tested:
+                show(watched[1], watched[0], watch.tested)
         for alarm in alarms:
             log.warning("watch: %s of %s is %s, it was %s", alarm.figure, watched[1], alarm.measured, alarm.reference)
         yield watched[1], alarms
@@ -82,4 +99,4 @@ def acceptance_until(records: Iterable[LiveRecord], arm: str, policy: Experiment
         if ended_at(record) <= end
         for session in (*ledger.silent(ended_at(record)), *ledger.add(record))
     ]
-    return Acceptance.of([*over, *ledger.close()])
+    return Acceptance.of([*over, *ledger.close()], "the experiment")

@@ -106,7 +106,7 @@ def check_verdict(version: ModelVersion, override: str | None) -> None:
         raise ConfigError(
             "VERSION", f"{version.name} version {version.version}: {said}", "say why with --override 'REASON'"
         )
-    if _al(version) is None and not override:
+    if recorded_al(version) is None and not override:
         raise ConfigError(
             "VERSION",
             f"{version.name} version {version.version} has no measured acceptance length",
@@ -143,7 +143,7 @@ def _row(version: ModelVersion, installed_vllm: str | None) -> VersionRow:
         aliases=tuple(sorted(version.aliases)),
         verdict=tags.get(registry.VERDICT_TAG, "unknown"),
         num_speculative_tokens=tags.get(registry.NUM_SPECULATIVE_TOKENS_TAG, "unknown"),
-        al=_al(version),
+        al=recorded_al(version),
         vllm=measured_on,
         is_stale=is_stale(version, installed_vllm),
         target=tags.get(registry.TARGET_MODEL_TAG, "unknown"),
@@ -152,7 +152,7 @@ def _row(version: ModelVersion, installed_vllm: str | None) -> VersionRow:
     )
 
 
-def _al(version: ModelVersion) -> float | None:
+def recorded_al(version: ModelVersion) -> float | None:
     """As measured when it was registered; None where that is missing or no finite number."""
     try:
         al = float(version.tags.get(registry.AL_TAG, ""))

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from components.serving.gateway import Gateway
 from components.serving.protocol import ApiError, error_body, read_body
-from components.serving.routing import ArmChange, change_arms, kill_all_but_control
+from components.serving.routing import AskedChange, change_arms, kill_all_but_control
 
 MAX_CHANGE_BYTES = 10_000
 
@@ -39,9 +39,9 @@ def make_api(gateway: Gateway) -> Starlette:
 
     async def change_arm(request: Request) -> Response:
         gateway.check_operator(request.headers)
-        change = ArmChange.model_validate_json(await read_body(request, MAX_CHANGE_BYTES))
-        changes = {request.path_params["arm"]: change}
-        return JSONResponse(await gateway.change(lambda routing: change_arms(routing, changes)))
+        asked = AskedChange.model_validate_json(await read_body(request, MAX_CHANGE_BYTES))
+        changes = {request.path_params["arm"]: asked}
+        return JSONResponse(await gateway.change(lambda routing: change_arms(routing, changes), asked.weight_epoch))
 
     async def kill(request: Request) -> Response:
         gateway.check_operator(request.headers)

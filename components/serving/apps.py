@@ -34,6 +34,7 @@ SERVED_CODE = (
     "meter",
     "metrics",
     "protocol",
+    "recording",
     "records",
     "router",
     "routing",

@@ -14,11 +14,20 @@ from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from components.section import ConfigError
 from components.serving.apps import ARM_PREFIX, ServedArm, Service, application_name, make_routing
-from components.serving.gateway import describe_changes
 from components.serving.listing import PREFIX, ROUTER, Applications, connect, listed, others, ours, put, routing_of
 from components.serving.room import has_room
-from components.serving.routing import ArmState, Routing, with_epoch
-from components.serving.running import answers, arms_beside, rerouted, router_as_it_runs, routing_now, runs
+from components.serving.routing import ArmState, Routing, deals_as, describe_changes, with_epoch
+from components.serving.running import (
+    answers,
+    arms_beside,
+    can_compare,
+    has_this_code,
+    replace_traffic,
+    rerouted,
+    router_as_it_runs,
+    routing_now,
+    runs,
+)
 from components.serving.waiting import (
     DeploymentFailed,
     wait_until_answering,
@@ -26,6 +35,7 @@ from components.serving.waiting import (
     wait_until_left,
     wait_until_live,
     wait_until_running,
+    wait_until_settled,
 )
 
 log = logging.getLogger("aerie")
@@ -76,26 +86,51 @@ def deploy(service: Service, allow_gap: bool = False, epoch: int | None = None) 
     seen = before
     for step, routing, awaited, leaving in steps:
         _check_unchanged(_listed_routing(client), seen)
+        if ROUTER in step and (seen is None or not deals_as(routing, seen)):
+            _compare_and_set(client, routing)
         seen = routing_of(step.get(ROUTER))
         if step != listed(client):
             _put(client, service, step)
             wait_until_running(client, [*awaited, ROUTER])
             _check_unchanged(_listed_routing(client), seen)
-            wait_until_live(service, routing)
+            if later := wait_until_live(service, routing):
+                raise _moved(_told_arms(later), later["weight_epoch"], routing.weight_epoch)
         wait_until_left(service, leaving)
     return service.address
 
 
 def _check_unchanged(now: Routing | None, seen: Routing | None) -> None:
     """Raises RoutingChanged where the traffic is dealt in another epoch than the one that was seen last."""
-    epoch = seen.weight_epoch if seen is not None else None
-    if now is not None and now.weight_epoch != epoch:
-        raise _changed(now, epoch)
+    if now is not None and (seen is None or not deals_as(now, seen)):
+        raise _changed(now, seen.weight_epoch if seen is not None else None)
+
+
+def _compare_and_set(client: ServeSubmissionClient, routing: Routing) -> None:
+    """The running router deals by `routing`, before Serve hears of it: whoever loses has told Serve nothing.
+
+    Raises:
+        RoutingChanged: it was made from an epoch that is no longer live.
+    """
+    # another command's router may be starting, or hearing of a change at this moment
+    wait_until_settled(client, lambda router: has_this_code(router) and router["status"] == "DEPLOYING")
+    if not can_compare(client.get_serve_details()["applications"]):
+        return
+    live = replace_traffic(routing)
+    if not deals_as(live, routing):
+        raise _changed(live, routing.replaces)
 
 
 def _changed(now: Routing, epoch: int | None) -> RoutingChanged:
+    return _moved(describe_changes(now), now.weight_epoch, epoch)
+
+
+def _told_arms(health: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {arm['state']} {arm['weight']:g}" for name, arm in health["arms"].items())
+
+
+def _moved(arms: str, now: int, epoch: int | None) -> RoutingChanged:
     return RoutingChanged(
-        f"somebody else changed the traffic meanwhile ({describe_changes(now)}; weight epoch {now.weight_epoch}, it was {epoch}): "
+        f"somebody else changed the traffic meanwhile ({arms}; weight epoch {now}, it was {epoch}): "
         "it stays as it is now. See the endpoint's /health, then repeat the command if it shall still be done"
     )
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,9 @@ from components.serving.exchange import EMPTY_ANSWER, Asked, Exchange, make_reco
 from components.serving.meter import Meter
 from components.serving.metrics import NO_ARM, Metrics, Outcome
 from components.serving.protocol import CLIENT_CLOSED, ApiError, parse_body, read_body, upstream_body
-from components.serving.records import RecordWriter
-from components.serving.routing import ArmState, Routing, describe_arms
+from components.serving.recording import Recording
+from components.serving.routing import ArmState, Routing, check_epoch, describe_arms, describe_changes, follows
 from components.serving.upstream import ARM_KILLED, Call, NotThere, Upstream
-from components.storage import Location
 
 log = logging.getLogger("ray.serve")
 
@@ -45,17 +44,27 @@ class Gateway:
         self._routing: Routing | None = None
         self._api_keys: SecretFile | None = None
         self._admin_token: SecretFile | None = None
-        self._writer: RecordWriter | None = None
+        self._recording = Recording(self._oldest_running, self._metrics.lost.inc)
         self._running: defaultdict[str, set[Call]] = defaultdict(set)
-        self._copies: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()
+        """Copies to shadows, and words to Serve."""
         self._changing = asyncio.Lock()
-        self._superseded: set[int] = set()
-        """Weight epochs that an operator's change ended."""
 
     def configure(self, routing: Routing) -> None:
-        """Takes a routing from Serve, unless an operator has changed it since: Serve still has to hear of that."""
-        if routing.weight_epoch not in self._superseded:
-            self._take(routing)
+        """Takes a routing from Serve, unless the traffic was changed since it was made: then Serve is told what is live."""
+        if follows(routing, self._routing):
+            return self._take(routing)
+        log.warning(
+            "weight epoch %d was made from %s, which is not live: refused", routing.weight_epoch, routing.replaces
+        )
+        self._start_beside(self._keep_live())
+
+    async def replace(self, routing: Routing) -> Routing:
+        """The compare-and-set of a command: takes `routing` if it was made from what is live. What is live then."""
+        async with self._changing:
+            if follows(routing, self._routing):
+                self._take(routing)
+            return self._routing or routing
 
     def _take(self, routing: Routing) -> None:
         """Makes a routing live for every request from now on; what runs on a killed arm is cut off."""
@@ -68,7 +77,7 @@ class Gateway:
             routing.records,
             routing.records_retention_days,
         ):
-            self._open_records(routing)
+            self._recording.open(routing.records, routing.records_retention_days)
         weights = routing.weights
         arms = [(name, arm.head, arm.state.value, weights.get(name, 0.0)) for name, arm in routing.arms.items()]
         self._metrics.set_arms(arms, routing.weight_epoch)
@@ -80,8 +89,7 @@ class Gateway:
 
     def close(self) -> None:
         """Writes what is left of the records."""
-        if self._writer is not None:
-            self._writer.close()
+        self._recording.close()
 
     async def answer(self, request: Request, route: str) -> Response:
         """Answers a request of the OpenAI API; `route` is `chat` or `completions`.
@@ -98,8 +106,8 @@ class Gateway:
     async def _answer(self, request: Request, route: str) -> Response:
         routing = self.live()
         check_bearer(request.headers, self._api_keys)
-        meter = Meter()
         raw_body = await read_body(request, routing.max_body_bytes)
+        meter = Meter()  # now it begins: from here on nothing is waited for until it counts as running
         body = parse_body(raw_body, routing.model)
         asked = self._dealer.deal(routing, request.headers, body, raw_body)
         upstream = upstream_body(body)
@@ -122,7 +130,7 @@ class Gateway:
             "weight_epoch": routing.weight_epoch,
             "arms": describe_arms(routing, out, sessions),
             "leaving": self._leaving(routing),
-            "oldest_running_at": self._oldest_running_at(routing),
+            "oldest_running_at": self._oldest_running_at(),
         }
 
     def metrics(self) -> bytes:
@@ -137,22 +145,25 @@ class Gateway:
             raise ApiError(404, "operators' endpoints are off: set ab.admin_token_file", "admin_off")
         check_bearer(headers, self._admin_token)
 
-    async def change(self, change: Callable[[Routing], Routing]) -> dict[str, Any]:
+    async def change(self, change: Callable[[Routing], Routing], epoch: int | None = None) -> dict[str, Any]:
         """An operator's change: live at once in this process, then kept for those that follow it.
 
+        Args:
+            change: Of the live routing.
+            epoch: The weight epoch that the operator saw; None: whatever is live.
+
         Raises:
-            ApiError: what `change` raises; 500 when the change is live but was not kept.
+            ApiError: what `change` raises; 409 when another epoch is live; 500 when the change is live but was not kept.
         """
         async with self._changing:
             before = self.live()
+            check_epoch(before, epoch)
             changed = change(before)
-            self._superseded = (self._superseded | {before.weight_epoch}) - {changed.weight_epoch}
             self._take(changed)
             log.info("an operator changed the arms: %s", describe_changes(changed))
             try:
                 await self._keep(changed)
             except Exception as error:  # of the cluster: the change has been made, but a new router would not know it
-                self._superseded.discard(before.weight_epoch)
                 log.exception("the change was not kept")
                 problem = f"the change is live, but will not outlive this router ({type(error).__name__})"
                 raise ApiError(500, problem, "not_kept") from error
@@ -181,13 +192,17 @@ class Gateway:
         running = Counter(call.app for calls in self._running.values() for call in calls)
         return {app: num for app, num in running.items() if app not in named}
 
-    def _oldest_running_at(self, routing: Routing) -> float | None:
+    def _oldest_running_at(self) -> float | None:
         """Unix time in seconds at which the oldest request began that runs now (shadows' copies aside) or whose record is still to be
-        written; None without one. Who reads the records after this finds all of what began before."""
-        calls = [call for arm in self._running.keys() - set(routing.shadows) for call in self._running[arm]]
-        waiting_since = math.inf if self._writer is None else self._writer.waiting_since
-        oldest = min([waiting_since, *(call.started_at for call in calls)])
+        written, by this router or one that gives way to it; None without one. Who reads the records after this finds all of what began before."""
+        oldest = min(self._oldest_running(), self._recording.waiting_since)
         return None if oldest == math.inf else oldest
+
+    def _oldest_running(self) -> float:
+        """Start of the oldest request that runs in this process; infinite without one. Any thread may ask."""
+        shadows = self._routing.shadows if self._routing else []
+        calls = [call for arm, on_arm in list(self._running.items()) if arm not in shadows for call in list(on_arm)]
+        return min((call.started_at for call in calls), default=math.inf)
 
     def _copy_to_shadows(self, routing: Routing, asked: Asked, route: str, body: dict[str, Any]) -> None:
         for arm in routing.shadows:
@@ -201,30 +216,29 @@ class Gateway:
                 log.exception("no copy for shadow %s", arm)
                 self._metrics.dropped(arm)
                 continue
-            task = asyncio.create_task(exchange.drain())
-            self._copies.add(task)
-            task.add_done_callback(self._copies.discard)
+            self._start_beside(exchange.drain())
+
+    def _start_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    async def _keep_live(self) -> None:
+        async with self._changing:
+            try:
+                await self._keep(self.live())
+            except Exception:
+                log.exception("what is live was not kept")
 
     def _ended(self, exchange: Exchange, error: ApiError | str | None) -> None:
         asked, code, outcome = exchange.asked, _code(error), _outcome(error)
+        self._recording.add(make_record(asked, exchange.meter, code))  # first: see `Recording`
         self._running[asked.arm].discard(exchange.call)
         if outcome in (Outcome.ANSWERED, Outcome.REFUSED):  # an arm that refuses a request is alive
             self._ejector.succeeded(asked.arm)
         elif outcome == Outcome.FAILED and _blames_arm(exchange, code):
             self._ejector.failed(asked.arm)
         self._metrics.ended(asked.arm, exchange.meter, outcome, code, asked.shadow)
-        if self._writer is not None:
-            self._writer.add(make_record(asked, exchange.meter, code))
-
-    def _open_records(self, routing: Routing) -> None:
-        if self._writer is not None:
-            self._writer.end()  # not waited for: requests run in this loop
-        where, days, lost = routing.records, routing.records_retention_days, self._metrics.lost.inc
-        self._writer = RecordWriter(Location(where), days, on_lost=lost) if where else None
-
-
-def describe_changes(routing: Routing) -> str:
-    return ", ".join(f"{name} {arm.state.value} {arm.weight:g}" for name, arm in routing.arms.items())
 
 
 def _is_killed(routing: Routing, call: Call) -> bool:

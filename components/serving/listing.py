@@ -37,6 +37,11 @@ def connect() -> ServeSubmissionClient:
         ) from None
 
 
+def cluster_name() -> str:
+    """Of the Ray cluster that this process is connected to; a cluster that is started again has another one."""
+    return str(ray.get_runtime_context().get_session_name())
+
+
 def ours(live: Mapping[str, Any]) -> Applications:
     """Our applications, without those that are being removed: listed again they would come back."""
     there = {name: a for name, a in live.items() if name.startswith(PREFIX) and a["status"] != "DELETING"}

@@ -169,6 +169,11 @@ class RecordWriter:
         with self._lock:
             return min([self._parts_since, *(record.started_at for record in self._new)])
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended: what was given to it is written, or lost."""
+        return not self._thread.is_alive()
+
     def end(self) -> None:
         """Lets the thread write what is left and end, without waiting for it."""
         self._stop.set()
@@ -184,6 +189,8 @@ class RecordWriter:
         self._flush()
         while self._parts:
             self._drop_oldest()
+        with self._lock:
+            self._parts_since = math.inf
 
     def _flush(self) -> None:
         with self._lock:

@@ -58,6 +58,11 @@ class Router:
         await self._inbox.open(ray.util.get_node_ip_address())  # loopback where Ray is on loopback
         self._gateway.configure(Routing.model_validate(user_config))
 
+    async def replace_traffic(self, user_config: dict[str, Any]) -> dict[str, Any]:
+        """For commands, through Serve's handle. See `Gateway.replace`."""
+        live = await self._gateway.replace(Routing.model_validate(user_config))
+        return live.model_dump(mode="json")
+
     def _ask(self, application: str, route: str, body: dict[str, Any]) -> Upstream:
         handle = self._handle(application)
         return self._inbox.call(lambda reply_to: handle.deliver.remote(route, body, reply_to))

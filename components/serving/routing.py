@@ -44,6 +44,8 @@ class Routing(BaseModel):
     arms: dict[str, RoutedArm]
     weight_epoch: int = 0
     """Larger after every change of `arms` or `salt`."""
+    replaces: int | None = None
+    """The epoch that this one was made from; a router that deals by another one by then refuses it. None: there was none."""
     control: str | None = None
     """The arm that is left when the kill switch ends all others."""
     first_item_timeout_s: float = 120.0
@@ -75,6 +77,13 @@ class ArmChange(BaseModel):
     state: ArmState | None = None
 
 
+class AskedChange(ArmChange):
+    """What an operator asks for."""
+
+    weight_epoch: int | None = None
+    """The epoch that the operator saw: in another one nothing is changed. None: whatever serves now is changed."""
+
+
 def change_arms(routing: Routing, changes: Mapping[str, ArmChange]) -> Routing:
     """The routing after the changes, in an epoch of its own.
 
@@ -85,7 +94,7 @@ def change_arms(routing: Routing, changes: Mapping[str, ArmChange]) -> Routing:
     if unknown:
         raise ApiError(404, f"there is no arm {unknown[0]!r}; arms: {', '.join(routing.arms)}", "arm_not_found")
     arms = {
-        name: arm.model_copy(update=changes[name].model_dump(exclude_none=True)) if name in changes else arm
+        name: arm.model_copy(update=_changed_fields(changes[name])) if name in changes else arm
         for name, arm in routing.arms.items()
     }
     return with_epoch(routing.model_copy(update={"arms": arms}), routing)
@@ -110,9 +119,31 @@ def with_epoch(routing: Routing, before: Routing | None) -> Routing:
     Epochs are seconds of the clock, so they grow even over services that were taken down.
     """
     if before is not None and (routing.salt, routing.arms) == (before.salt, before.arms):
-        return routing.model_copy(update={"weight_epoch": before.weight_epoch})
-    latest = -1 if before is None else before.weight_epoch
-    return routing.model_copy(update={"weight_epoch": max(int(time.time()), latest + 1)})
+        return routing.model_copy(update={"weight_epoch": before.weight_epoch, "replaces": before.replaces})
+    latest, replaces = (-1, None) if before is None else (before.weight_epoch, before.weight_epoch)
+    return routing.model_copy(update={"weight_epoch": max(int(time.time()), latest + 1), "replaces": replaces})
+
+
+def deals_as(routing: Routing, other: Routing) -> bool:
+    """Whether both are one epoch's. Two that were made from the same one within a second have the same number."""
+    return (routing.weight_epoch, routing.salt, routing.arms) == (other.weight_epoch, other.salt, other.arms)
+
+
+def follows(routing: Routing, live: Routing | None) -> bool:
+    """Whether `routing` was made from the live one, or deals as it does: what a router compares before it takes one."""
+    return live is None or deals_as(routing, live) or routing.replaces == live.weight_epoch
+
+
+def check_epoch(live: Routing, epoch: int | None) -> None:
+    """Raises ApiError 409 where an operator saw another epoch than the live one; None: saw none."""
+    if epoch is not None and epoch != live.weight_epoch:
+        problem = f"the traffic was changed since weight epoch {epoch}: it is {live.weight_epoch} now ({describe_changes(live)})"
+        raise ApiError(409, f"{problem}; nothing was changed", "weight_epoch_changed", "weight_epoch")
+
+
+def describe_changes(routing: Routing) -> str:
+    """One line for people."""
+    return ", ".join(f"{name} {arm.state.value} {arm.weight:g}" for name, arm in routing.arms.items())
 
 
 def describe_arms(routing: Routing, out: Mapping[str, bool], sessions: Mapping[str, int]) -> dict[str, Any]:
@@ -127,3 +158,7 @@ def describe_arms(routing: Routing, out: Mapping[str, bool], sessions: Mapping[s
         }
         for name, arm in routing.arms.items()
     }
+
+
+def _changed_fields(change: ArmChange) -> dict[str, Any]:
+    return change.model_dump(include=set(ArmChange.model_fields), exclude_none=True)

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from components.serving.apps import (
     ARM_PREFIX,
@@ -16,8 +19,10 @@ from components.serving.apps import (
 from components.serving.cores import BIND_CORES, own_cores
 from components.serving.listing import ROUTER, Application, Applications, routing_of, with_routing
 from components.serving.routing import ArmState, Routing
+from components.serving.waiting import DeploymentFailed
 
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+ROUTER_TIMEOUT_S = 60.0
 
 
 def routing_now(live: Mapping[str, Any]) -> Routing | None:
@@ -35,6 +40,36 @@ def answers(routing: Routing | None, live: Mapping[str, Any]) -> bool:
 
 def runs(live: Mapping[str, Any], name: str) -> bool:
     return bool(live.get(name, {}).get("status") == "RUNNING")
+
+
+def can_compare(live: Mapping[str, Any]) -> bool:
+    """Whether a router runs that has this very code, and so `replace_traffic`; another one gives way to it anyway."""
+    return runs(live, ROUTER) and has_this_code(live[ROUTER])
+
+
+def has_this_code(router: Mapping[str, Any]) -> bool:
+    """Whether a router, as Serve tells of it, was declared with the code of this process."""
+    config = router.get("deployed_app_config")
+    return config is not None and _revision(config) == code_revision()
+
+
+def replace_traffic(routing: Routing) -> Routing:
+    """Asks the running router to deal by `routing` if that was made from what is live; what is live then.
+
+    The router is the one process that owns the weights, so of two commands that saw the same epoch one wins.
+
+    Raises:
+        DeploymentFailed: it does not answer.
+    """
+    try:
+        handle = serve.get_app_handle(ROUTER)
+        told = handle.replace_traffic.remote(routing.model_dump(mode="json")).result(timeout_s=ROUTER_TIMEOUT_S)
+    except (TimeoutError, RayServeException, RayError) as error:
+        problem = (
+            f"the router does not answer ({type(error).__name__}), so the traffic was not changed: repeat the command"
+        )
+        raise DeploymentFailed(problem) from error
+    return Routing.model_validate(told)
 
 
 def arms_beside(service: Service, live: Mapping[str, Any]) -> Applications:
@@ -58,7 +93,7 @@ def router_as_it_runs(routing: Routing, live: Mapping[str, Any]) -> Applications
     if config := there.get("deployed_app_config"):
         if there["status"] in FAILED:
             return {ROUTER: router_application(routing, f"{code_revision()}+{_attempt(config) + 1}", _job_files())}
-        if config["args"]["revision"].partition("+")[0] == code_revision():
+        if _revision(config) == code_revision():
             return {ROUTER: with_routing(config, routing)}
     return {ROUTER: application}
 
@@ -72,6 +107,11 @@ def rerouted(live: Mapping[str, Any], routing: Routing) -> Applications:
 
 def _cores(application: Application) -> str:
     return str(application["args"]["env"].get(BIND_CORES, ""))
+
+
+def _revision(application: Application) -> str:
+    """Of its code."""
+    return str(application["args"]["revision"]).partition("+")[0]
 
 
 def _attempt(application: Application) -> int:

@@ -1,6 +1,7 @@
 """The `ab` stage: the new head and what it would replace, behind one endpoint, under replayed traffic."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -18,6 +19,7 @@ from components.publishing.bundle import head_digest
 from components.publishing.drafts import draft_keys, draft_label
 from components.section import ConfigError
 from components.serving.apps import ServedArm, Service
+from components.serving.claim import claimed_endpoint
 from components.serving.over_time import acceptance_over_time
 from components.serving.records import live_records
 from components.serving.replay import Session, make_sessions, replay
@@ -58,9 +60,10 @@ def ab_stage(settings: Settings) -> Stage:
     """Serves both arms, replays held-out prompts and writes `requests.jsonl` and `ab.json`."""
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
-        service = replace(ab_service(settings, inputs), records=live_records(settings, output.storage))
-        with under_test(service, output.join(WAS_UP)) as address:
-            records = run_traffic(address, read_sessions(inputs["prompts"], settings), settings, output.location)
+        with claimed_endpoint("the A/B stage of another job", output.storage, settings.storage.lease_ttl_s):
+            service = replace(ab_service(settings, inputs), records=live_records(settings, output.storage))
+            with under_test(service, output.join(WAS_UP)) as address:
+                records = run_traffic(address, read_sessions(inputs["prompts"], settings), settings, output.location)
         return _publish(service, records, output)
 
     return Stage(
@@ -111,6 +114,12 @@ def registered_arm(name: str, version: Artifact, weight: float) -> ServedArm:
     facts = version.facts
     arm = head_arm(name, version.local("head"), facts["num_speculative_tokens"])
     return ServedArm(arm, weight, f"v{facts['version']}-{facts['head_digest'][:DIGEST_SHOWN]}")
+
+
+def registered_label(head: str) -> tuple[int, str] | None:
+    """(version, beginning of the digest) of a registered head, from what an arm's responses call it; None for other heads."""
+    found = re.fullmatch(r"v(\d+)-([0-9a-f]+)", head)
+    return (int(found[1]), found[2]) if found else None
 
 
 def platform_identity(settings: Settings) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from components.serving.apps import Service
+from components.serving.listing import ROUTER
 from components.serving.routing import Routing
 
 log = logging.getLogger("aerie")
@@ -80,16 +81,26 @@ def _messages(live: Mapping[str, Any], names: Iterable[str]) -> str:
     return "; ".join(lines)
 
 
-def wait_until_live(service: Service, routing: Routing) -> None:
-    """Until the endpoint itself says that it deals traffic by `routing`."""
+def wait_until_settled(client: ServeSubmissionClient, is_changing: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Until Serve no longer says of the router that it `is_changing`; not for ever."""
+    deadline = time.monotonic() + LIVE_TIMEOUT_S
+    while is_changing(client.get_serve_details()["applications"].get(ROUTER, {})) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def wait_until_live(service: Service, routing: Routing) -> Mapping[str, Any] | None:
+    """Until the endpoint itself says that it deals traffic by `routing`; what it says where a later change took its place, else None."""
     deadline = time.monotonic() + LIVE_TIMEOUT_S
     said = ""
     while time.monotonic() < deadline:
         try:
             reply = httpx.get(f"{service.address}/health", timeout=5, trust_env=False)
-            said = reply.text
-            if not routing.arms or reply.json().get("weight_epoch") == routing.weight_epoch:
-                return
+            said, told = reply.text, reply.json()
+            epoch = told.get("weight_epoch")
+            if not routing.arms or epoch == routing.weight_epoch:
+                return None
+            if epoch is not None and epoch > routing.weight_epoch:
+                return told
         except (httpx.TransportError, ValueError) as error:
             said = f"{type(error).__name__}: {error}"
         time.sleep(0.1)

@@ -14,6 +14,7 @@ from components.experiment.journal import FOLDER, LEASE, Journal, open_journal
 from components.experiment.outcome import act, roll_back
 from components.experiment.pair import Pair, check_pair
 from components.experiment.policy import Action, Decision
+from components.experiment.recorded import recorded_acceptance
 from components.experiment.run import make_plan, opponent, run_experiment
 from components.experiment.watch import Alarm
 from components.lease import Lease, LeaseHeld
@@ -22,6 +23,7 @@ from components.publishing.promotion import ChampionChanged
 from components.publishing.registry import Registry
 from components.section import ConfigError
 from components.serving.apps import Service
+from components.serving.claim import check_unclaimed, claimed_endpoint
 from components.serving.deploy import RoutingChanged, deploy
 from components.serving.routing import ArmChange, ArmState, change_arms, kill_all_but_control
 from components.serving.stages import CHALLENGER, CHAMPION, registered_arm
@@ -34,7 +36,6 @@ from tests.components.experiment.pairs import (
     make_settings,
     register_pair,
 )
-from tests.components.serving.local import routing_to
 from tests.components.serving.serve_table import ServeTable, serve_table
 from tests.conftest import free_port
 from tests.relay import Relay, relay_to
@@ -108,8 +109,15 @@ def test_traffic_promotes_a_head_and_takes_it_back_and_nothing_is_done_twice(
     def run(watch: bool = False) -> Action:
         return run_experiment(settings, storage, make_artifacts(), watch)
 
-    slow_start = threading.Event()
-    serve.act_after[2] = lambda: slow_start.wait(1.0)  # the challenger's engine, while the champion answers
+    def start_slowly() -> None:
+        """The challenger's engine, while the champion answers."""
+        threading.Event().wait(1.0)
+        with pytest.raises(
+            ConfigError, match=r"ab\.port: .*in use by the experiment with version 2 of .* against version 1"
+        ):
+            check_unclaimed(storage, 60.0)
+
+    serve.act_after[2] = start_slowly
     with Users(serve, storage.join("live"), effect=0.1) as users:
         assert run() == Action.PROMOTE
         assert (champion(heads), serve.routing.weights, serve.routing.control) == (2, TO_CHALLENGER, CHALLENGER)
@@ -139,6 +147,15 @@ def test_traffic_promotes_a_head_and_takes_it_back_and_nothing_is_done_twice(
         assert opponent(settings, storage) is None
         assert run(watch=True) == Action.PROMOTE
         assert (serve.num_put, champion(heads)) == (num_put, 1)
+
+
+def test_arms_that_the_ab_stage_tries_are_not_replaced_by_an_experiment(
+    serve: ServeTable, storage: Location, settings: Settings, heads: Registry
+) -> None:
+    in_use = pytest.raises(ConfigError, match=r"ab\.port: .*in use by the A/B stage")
+    with claimed_endpoint("the A/B stage", storage, 60.0), in_use:
+        run_experiment(settings, storage, make_artifacts())
+    assert serve.num_put == 0
 
 
 def test_a_second_terminal_is_told_who_conducts_the_experiment(
@@ -197,7 +214,6 @@ def test_a_promotion_that_was_decided_before_the_cluster_went_is_done_on_a_new_o
 ) -> None:
     journal.decide(Decision(Action.PROMOTE, ()), {"requests": 400, "sessions": {}, "al": {}})
     serve.applications = {}
-    serve.router.configure(routing_to("none"))
     assert run_experiment(settings, storage, make_artifacts()) == Action.PROMOTE
     assert (champion(heads), serve.routing.weights) == (2, TO_CHALLENGER)
 
@@ -231,6 +247,19 @@ def test_a_rollback_to_another_version_than_the_experiments_is_refused(
     add_version(heads.client, heads.name, registry.PREVIOUS)
     assert not roll_back(journal, pair, heads, ALARMS)
     assert (champion(heads), serve.routing.weights) == (2, TO_CHALLENGER)
+
+
+def test_what_was_recorded_of_a_head_is_found_by_the_name_under_which_it_serves(heads: Registry, relay: Relay) -> None:
+    for key, value in ((registry.HEAD_DIGEST_TAG, "a" * 64), (registry.NUM_SPECULATIVE_TOKENS_TAG, "3")):
+        heads.client.set_model_version_tag(heads.name, "1", key, value)
+    found = recorded_acceptance(heads, "v1-aaaaaaaaaaaa")
+    assert found is not None
+    assert (found.al("any"), found.num_speculative_tokens) == (2.5, 3)
+    assert "version 1" in found.source
+    others = ("v1-bbbbbbbbbbbb", "v2-bbbbbbbbbbbb", "v9-aaaaaaaaaaaa", "none", "aaaaaaaaaaaa")
+    assert [recorded_acceptance(heads, head) for head in others] == [None] * len(others)
+    relay.stop()
+    assert recorded_acceptance(heads, "v1-aaaaaaaaaaaa") is None
 
 
 def test_an_interrupted_experiment_goes_on_with_the_weights_and_states_of_its_operators(

@@ -5,8 +5,8 @@ import pytest
 
 from components.config import ExperimentConfig, WatchConfig
 from components.experiment.sessions import Session
-from components.experiment.watch import Acceptance, Watch
-from tests.components.experiment.records import CHALLENGER, live_traffic
+from components.experiment.watch import Acceptance, Recorded, Watch
+from tests.components.experiment.records import CHALLENGER, live_record, live_traffic
 
 POLICY, CONFIG = ExperimentConfig(), WatchConfig(sessions=100)
 LONG_AFTER = 1e9
@@ -18,7 +18,7 @@ def traffic(seed, sessions=100, **more):
 
 @pytest.fixture(scope="module")
 def reference():
-    return Acceptance.of([Session("all", CHALLENGER, 0, traffic(0, 400))])
+    return Acceptance.of([Session("all", CHALLENGER, 0, traffic(0, 400))], "the experiment")
 
 
 def alarms(records, reference):
@@ -60,3 +60,40 @@ def test_without_a_reference_the_first_window_becomes_it():
 
 def test_a_window_that_is_not_full_is_not_tested(reference):
     assert alarms(traffic(1, sessions=99, effect=-0.5), reference) == []
+
+
+def test_a_watch_without_an_end_remembers_one_window_of_sessions(reference):
+    watch = Watch(CHALLENGER, POLICY, CONFIG, reference)
+    for day in range(30):
+        assert watch.add(traffic(day, 250, first=1000 * day), 1000.0 * day + 900) == []
+        assert watch.ledger.num_over + watch.ledger.num_open < CONFIG.sessions
+
+
+def test_a_client_that_never_ends_counts_once_in_a_window(reference):
+    """Its AL is low, and one of a hundred sessions is too few for an alarm."""
+    watch = Watch(CHALLENGER, POLICY, CONFIG, reference)
+    wrong = {"rounds": 100, "accepted": 0, "task": "code", "duration_s": 0.1}
+    client = [live_record("always", treated=True, started_at=0.2 * i, **wrong) for i in range(5 * 300)]
+    records = [*traffic(1, 298), *client]
+    assert watch.add(records, LONG_AFTER) == []
+    assert watch.ledger.requests + watch.ledger.uncounted == len(records)
+    assert watch.ledger.uncounted > POLICY.session_requests
+
+
+def test_the_al_of_a_registered_version_is_a_reference_for_every_task():
+    recorded = Recorded("version 3", 2.65, num_speculative_tokens=3)
+    assert alarms(traffic(1), recorded) == []
+    assert alarms(traffic(1, effect=-0.2), recorded) == ["acceptance length"]
+    watch = Watch(CHALLENGER, POLICY, CONFIG, recorded)
+    watch.add(traffic(1), LONG_AFTER)
+    al, time = watch.tested
+    assert (al.reference, al.source, al.alarm) == ("2.650", "version 3", False)
+    assert time.source == "the first window"
+
+
+def test_an_al_of_another_k_is_no_reference_and_the_first_window_becomes_it(caplog):
+    watch = Watch(CHALLENGER, POLICY, CONFIG, Recorded("version 3", 4.0, num_speculative_tokens=5))
+    assert watch.add(traffic(0), 1000.0) == []
+    assert "version 3 is of K=5" in caplog.text
+    assert watch.tested[0].source == "the first window"
+    assert watch.add(traffic(1, first=2000, effect=-0.2), LONG_AFTER)[0].figure == "acceptance length"

@@ -1,12 +1,14 @@
 """A watch without an end: it follows what serves, goes on after an alarm, and needs no experiment."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+from rich.table import Table
 
 from components.config import ExperimentConfig, WatchConfig
-from components.experiment.watch import Acceptance
+from components.experiment.table import watch_table
+from components.experiment.watch import Acceptance, Figure, Recorded
 from components.experiment.watching import acceptance_until, main_arm, watch_endpoint
 from components.serving.records import encode_records
 from components.storage import Location
@@ -32,6 +34,10 @@ class Endpoint:
 
     def __init__(self, folder: Location, health) -> None:
         self.folder, self.said, self.now, self.num = folder, health, START, 0
+        self.recorded: dict[str, Recorded] = {}
+        self.sources: list[str] = []
+        """References of the AL that were shown."""
+        self.table = Table()
 
     def answer(self, **traffic) -> None:
         arm, _ = main_arm(self.said) or ("champion", "")
@@ -43,8 +49,13 @@ class Endpoint:
 
     def watch(self, expected: str | None = None, reference: Acceptance | None = None) -> Iterator:
         return watch_endpoint(
-            lambda: self.said, self.folder, POLICY, CONFIG, self.now, expected, reference, lambda: self.now
-        )
+            lambda: self.said, self.folder, POLICY, CONFIG, self.now, expected, reference,
+            recorded=self.recorded.get, show=self.show, now=lambda: self.now,
+        )  # fmt: skip
+
+    def show(self, head: str, arm: str, figures: Sequence[Figure]) -> None:
+        self.sources.append(figures[0].source)
+        self.table = watch_table(head, arm, figures)
 
 
 def looks(watch, num: int) -> list[str]:
@@ -70,10 +81,12 @@ def test_any_champion_is_watched_by_its_own_first_window_and_an_alarm_ends_nothi
 def test_a_promoted_head_is_compared_with_its_al_in_the_experiment_whatever_its_arm_is_called(tmp_path):
     reference = acceptance_until(live_traffic(np.random.default_rng(9), 400, share=1.0), "challenger", POLICY, START)
     endpoint = Endpoint(Location(str(tmp_path)), PROMOTED)
+    endpoint.recorded = {"v2": Recorded("version 2", 9.0, num_speculative_tokens=3)}
     watch = endpoint.watch("v2", reference)
     assert looks(watch, 1) == []
     endpoint.answer(effect=-0.2)
     assert looks(watch, 1) == ["v2 acceptance length"] * 2
+    assert set(endpoint.sources) == {"the experiment"}, "it was measured on this very traffic"
     endpoint.said = told(champion=("v2", 1.0, "serving"))  # by pipelines/serve.py
     assert looks(watch, 1) == []
     endpoint.answer(effect=-0.2)
@@ -117,3 +130,18 @@ def test_the_reference_is_what_was_answered_before_the_decision():
     found = acceptance_until(records, "challenger", POLICY, 900.0)
     assert sum(found.rounds.values()) == sum(r.rounds for r in before)
     assert sum(found.accepted.values()) == sum(r.accepted for r in before)
+
+
+def test_a_champion_without_an_experiment_is_compared_with_what_its_version_was_registered_with(tmp_path):
+    endpoint = Endpoint(Location(str(tmp_path)), ALONE)
+    endpoint.recorded = {"v1": Recorded("version 1", 2.65, num_speculative_tokens=3)}
+    watch = endpoint.watch()
+    assert looks(watch, 1) == []
+    endpoint.answer(effect=-0.2)
+    assert looks(watch, 1) == ["v1 acceptance length"] * 2
+    endpoint.said = told(champion=("v3", 1.0, "serving"))
+    assert looks(watch, 1) == []
+    endpoint.answer(effect=-0.2)
+    assert looks(watch, 1) == [], "of it nothing was recorded"
+    assert endpoint.sources == ["version 1", "the first window"]
+    assert list(endpoint.table.columns[3].cells) == ["the first window"] * 2

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,10 @@ class LocalRouter:
         self.loop.call_soon_threadsafe(lambda: (self.gateway.configure(routing), done.set()))
         assert done.wait(5)
 
+    def restart(self) -> None:
+        """As a new process does, it takes whatever it is told first."""
+        self.gateway._routing = None
+
     def ask(self, do: str = "good", session: str | None = None, headers: Mapping[str, str] | None = None, **body: Any):
         more = {"x-session-id": session} if session else {}
         return self.client.post(CHAT, json={"do": do, **body}, headers={**more, **(headers or {})})
@@ -85,6 +89,13 @@ def routing_to(*arms: str, app: str | None = None, **changes: Any) -> Routing:
             "state": state or "serving",
         }
     return Routing.model_validate({"model": "m", "salt": "s", "arms": parsed, "weight_epoch": 1} | changes)
+
+
+def wait_until(happens: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Serve's API as a table in this process, whose router is a real one without Ray: deployments and operators' changes in milliseconds."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from components.serving import claim, running
 from components.serving import deploy as deploying
-from components.serving import running
 from components.serving.listing import ROUTER, Applications, routing_of, with_routing
 from components.serving.routing import Routing
 from tests.components.serving.local import LocalRouter, local_router, routing_to
@@ -25,6 +26,10 @@ class ServeTable:
     applications: Applications
     act_after: dict[int, Act]
     """What somebody else does after the first, second, ... configuration."""
+    act_before: dict[int, Act] = field(default_factory=dict)
+    """The same, when a command has looked and before it configures."""
+    statuses: dict[str, str] = field(default_factory=dict)
+    """Of applications that are not running."""
     num_put: int = 0
     put_at: dict[int, float] = field(default_factory=dict)
     """Unix time in seconds at which each of them was in effect."""
@@ -35,12 +40,19 @@ class ServeTable:
             "controller_info": {"actor_id": "one"},
             "http_options": {"host": url.host, "port": url.port},
             "applications": {
-                name: {"status": "RUNNING", "deployed_app_config": app, "route_prefix": app["route_prefix"]}
+                name: {
+                    "status": self.statuses.get(name, "RUNNING"),
+                    "deployed_app_config": app,
+                    "route_prefix": app["route_prefix"],
+                }
                 for name, app in self.applications.items()
             },
         }
 
     def deploy_applications(self, config: dict[str, Any]) -> None:
+        self.act_before.pop(self.num_put + 1, lambda: None)()
+        if ROUTER not in self.applications:
+            self.router.restart()
         self.applications = {app["name"]: app for app in config["applications"]}
         self.router.configure(self.routing)
         self.num_put += 1
@@ -53,9 +65,16 @@ class ServeTable:
         assert found is not None
         return found
 
+    def replace_traffic(self, routing: Routing) -> Routing:
+        return asyncio.run_coroutine_threadsafe(self.router.gateway.replace(routing), self.router.loop).result(5)
+
+    async def keep(self, routing: Routing) -> None:
+        """What the router tells Serve."""
+        self.applications[ROUTER] = with_routing(self.applications[ROUTER], routing)
+
     def operator(self, change: Callable[[Routing], Routing]) -> None:
         """As the router does with an operator's change: live, and then kept."""
-        changed = change(self.routing)
+        changed = change(self.router.gateway.live())
         self.router.configure(changed)
         self.applications[ROUTER] = with_routing(self.applications[ROUTER], changed)
 
@@ -65,8 +84,11 @@ def serve_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeTable]:
     """What `deploy` talks to until the block ends, with room for everything."""
     with local_router({}, routing_to("none")) as router:
         table = ServeTable(router, {}, {})
+        monkeypatch.setattr(router.gateway, "_keep", table.keep)
         monkeypatch.setattr(deploying, "connect", lambda: table)
+        monkeypatch.setattr(deploying, "replace_traffic", table.replace_traffic)
         monkeypatch.setattr(deploying, "has_room", lambda bundles: True)
         monkeypatch.setattr(deploying, "wait_until_answering", lambda service, name: None)
         monkeypatch.setattr(running, "_job_files", dict)
+        monkeypatch.setattr(claim, "cluster_name", lambda: "cluster")
         yield table

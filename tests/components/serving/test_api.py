@@ -14,7 +14,7 @@ from components.serving.ejection import FAILURES_TO_EJECT, Ejector
 from components.serving.records import decode_records
 from components.serving.routing import ArmChange, ArmState, change_arms
 from tests.components.serving.faulty import NUM_CHUNKS, SPECULATION, USAGE, Faulty
-from tests.components.serving.local import CHAT, local_router, routing_to
+from tests.components.serving.local import CHAT, local_router, routing_to, wait_until
 
 TOKEN = "operators-only"
 SESSIONS = [f"session-{i}" for i in range(40)]
@@ -301,6 +301,29 @@ def test_a_weight_changes_live_and_is_kept(admin):
     assert kept.weight_epoch > 1
 
 
+def test_of_two_operators_who_saw_the_same_traffic_one_wins_and_the_other_is_told(admin):
+    seen = admin.client.get("/health").json()["weight_epoch"]
+    replies = []
+    operators = [
+        threading.Thread(target=lambda w=weight: replies.append(change(admin, "arms/b", weight=w, weight_epoch=seen)))
+        for weight in (3, 5)
+    ]
+    for operator in operators:
+        operator.start()
+    for operator in operators:
+        operator.join()
+    won, lost = sorted(replies, key=lambda reply: reply.status_code)
+    assert (won.status_code, lost.status_code) == (200, 409)
+    assert is_openai_error(lost, 409)
+    error, health = lost.json()["error"], admin.client.get("/health").json()
+    assert (error["code"], error["param"]) == ("weight_epoch_changed", "weight_epoch")
+    assert f"it is {health['weight_epoch']} now" in error["message"]
+    assert health == won.json()
+    again = change(admin, "arms/b", weight=7, weight_epoch=health["weight_epoch"])
+    assert again.json()["arms"]["b"] == {"weight": 7, "head": "b-head", "state": "serving", "ejected": False}
+    assert change(admin, "kill").status_code == 200, "whatever was changed meanwhile"
+
+
 def test_a_paused_arm_gets_no_request_until_it_serves_again(admin):
     before = arms_of(admin)
     change(admin, "arms/b", state="paused")
@@ -317,7 +340,7 @@ def test_a_draining_arm_keeps_its_sessions_until_they_fall_silent():
     sessions = Sessions(idle_s=100, clock=lambda: now[0])
     with local_router({"a": Faulty(), "b": Faulty()}, routing_to("a", "b"), sessions=sessions) as router:
         known = arms_of(router)
-        router.configure(routing_to("a", "b:draining"))
+        router.configure(routing_to("a", "b:draining", weight_epoch=2, replaces=1))
         assert arms_of(router) == known
         assert set(arms_of(router, [f"new-{i}" for i in range(30)]).values()) == {"a"}
         assert router.client.get("/health").json()["arms"]["b"]["sessions"] == list(known.values()).count("b")
@@ -377,7 +400,7 @@ def test_a_slow_shadow_does_not_hold_up_the_answer():
         assert time.monotonic() - started < 5
         assert router.figure("aerie_arm_running", arm="s") == 32
         assert router.figure("aerie_shadow_dropped_total", arm="s") == 8
-        router.configure(routing_to("a", "s:killed"))
+        router.configure(routing_to("a", "s:killed", weight_epoch=2, replaces=1))
         wait_until(lambda: router.figure("aerie_arm_running", arm="s") == 0)
 
 
@@ -435,6 +458,8 @@ def test_what_serve_says_late_does_not_undo_an_operators_change(admin):
     assert change(admin, "arms/b", weight=0.5).status_code == 200
     assert change(admin, "kill").status_code == 200
     admin.configure(admin.kept[0])
+    wait_until(lambda: len(admin.kept) == 3)
+    assert admin.kept[2] == admin.kept[1], "Serve is told what is live"
     assert first.arms == admin.kept[0].arms
     assert admin.client.get("/health").json()["arms"]["b"]["state"] == "killed"
     admin.configure(admin.kept[1])
@@ -463,11 +488,11 @@ def test_a_killed_arm_is_cut_off_under_its_old_name_too():
             "champion": both["challenger"],
             "previous": both["champion"].model_copy(update={"state": ArmState.KILLED}),
         }
-        router.configure(routing.model_copy(update={"arms": renamed}))
+        router.configure(routing.model_copy(update={"arms": renamed, "weight_epoch": 2, "replaces": 1}))
         streams[1].join(5)
         assert "arm_killed" in texts[1][-1]
         assert streams[0].is_alive(), "its engine is not the killed one"
-        router.configure(routing_to("champion:killed", app="v1"))
+        router.configure(routing_to("champion:killed", app="v1", weight_epoch=3, replaces=2))
         streams[0].join(5)
         assert "arm_killed" in texts[0][-1]
 
@@ -480,7 +505,7 @@ def test_another_engine_takes_over_an_arm_and_what_runs_on_the_old_one_ends_ther
         with router.client.stream("POST", CHAT, json={"do": "good", "stream": True}) as running:
             assert router.client.get("/health").json()["leaving"] == {}
             assert asked_at <= router.client.get("/health").json()["oldest_running_at"] <= time.time()
-            router.configure(routing_to("champion", app="v2"))
+            router.configure(routing_to("champion", app="v2", weight_epoch=2, replaces=1))
             assert router.client.get("/health").json()["leaving"] == {"v1": 1}
             assert router.ask().status_code == 200
             assert running.read().endswith(b"data: [DONE]\n\n")
@@ -493,7 +518,7 @@ def test_an_engine_that_takes_over_an_arm_starts_without_the_old_ones_failures()
     with local_router({"v1": Faulty("crash"), "v2": Faulty()}, routing_to("champion", app="v1")) as router:
         assert [router.ask().status_code for _ in range(FAILURES_TO_EJECT)] == [502] * FAILURES_TO_EJECT
         assert router.client.get("/health").json()["arms"]["champion"]["ejected"] is True
-        router.configure(routing_to("champion", app="v2"))
+        router.configure(routing_to("champion", app="v2", weight_epoch=2, replaces=1))
         assert router.client.get("/health").json()["arms"]["champion"]["ejected"] is False
 
 
@@ -553,12 +578,28 @@ def test_a_request_counts_as_running_until_its_record_can_be_read(tmp_path):
     blocked = tmp_path / "live"
     blocked.write_text("a file where the folder should be")
     with local_router({"a": Faulty()}, routing_to("a", records=str(blocked))) as router:
+        wait_until(lambda: router.client.get("/health").json()["oldest_running_at"] is None)
         asked_at = time.time()
         router.ask()
         assert asked_at <= router.client.get("/health").json()["oldest_running_at"] <= time.time()
         blocked.unlink()
         wait_until(lambda: router.client.get("/health").json()["oldest_running_at"] is None)
         assert len(read_records(blocked)) == 1
+
+
+def test_a_request_begins_when_it_was_read_for_until_then_health_cannot_know_of_it(tmp_path):
+    sent_at = []
+
+    def slowly():
+        yield b'{"do": '
+        time.sleep(0.1)
+        sent_at.append(time.time())
+        yield b'"good"}'
+
+    with local_router({"a": Faulty()}, routing_to("a", records=str(tmp_path / "live"))) as router:
+        assert router.client.post(CHAT, content=slowly()).status_code == 200
+    (record,) = read_records(tmp_path)
+    assert record.started_at >= sent_at[0]
 
 
 def test_a_client_that_leaves_is_no_fault_of_the_arm(tmp_path):
@@ -589,10 +630,3 @@ def test_an_arm_that_is_not_there_loses_its_sessions():
 
 def read_records(folder):
     return [record for path in sorted(folder.rglob("*.jsonl")) for record in decode_records(path.read_bytes())]
-
-
-def wait_until(happens, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

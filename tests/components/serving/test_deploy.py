@@ -1,5 +1,6 @@
 """A change of the traffic by somebody else while a deployment waits for engines: it stays, and the deployment says so."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from components.serving.deploy import RoutingChanged, deploy
 from components.serving.listing import ROUTER
 from components.serving.routing import ArmChange, ArmState, Routing, change_arms, kill_all_but_control
 from components.serving.waiting import DeploymentFailed
+from tests.components.serving.local import wait_until
 from tests.components.serving.serve_table import ServeTable, serve_table
 
 
@@ -89,3 +91,74 @@ def test_a_successor_that_does_not_start_leaves_an_operators_change_alone(
         deploy(make_service(serve, challenger=1.0))
     assert serve.routing.weights == {"champion": 0.5}
     assert len(serve.applications) == 3
+
+
+def test_of_two_commands_at_once_one_wins_and_the_other_has_told_serve_nothing(
+    serve: ServeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deploy(make_service(serve, champion=1.0))
+    winner, loser = make_service(serve, champion=0.5, first=0.5), make_service(serve, champion=0.2, second=0.8)
+    compare_and_set = serve.replace_traffic
+
+    def while_another_one_wins(routing: Routing) -> Routing:
+        monkeypatch.setattr(deploying, "replace_traffic", compare_and_set)
+        deploy(winner)
+        return compare_and_set(routing)
+
+    monkeypatch.setattr(deploying, "replace_traffic", while_another_one_wins)
+    with pytest.raises(RoutingChanged, match=r"champion serving 0\.5, first serving 0\.5"):
+        deploy(loser)
+    assert states(serve.routing) == {"champion": (0.5, "serving"), "first": (0.5, "serving")}
+    assert set(serve.applications) == {ROUTER, *(application_name(winner, arm) for arm in winner.arms)}
+
+
+def test_a_command_that_comes_while_another_one_tells_serve_loses(serve: ServeTable) -> None:
+    deploy(make_service(serve, champion=0.5, other=0.5))
+    serve.num_put, told = 0, []
+
+    def also() -> None:
+        with pytest.raises(RoutingChanged, match=r"champion serving 0\.9") as error:
+            deploy(make_service(serve, champion=0.1, other=0.9))
+        told.append(str(error.value))
+
+    serve.act_before[1] = also
+    deploy(make_service(serve, champion=0.9, other=0.1))
+    assert serve.routing.weights == {"champion": 0.9, "other": 0.1}
+    assert len(told) == 1
+    assert "\n" not in told[0]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_kill_switch_between_a_commands_look_and_its_change_stays_and_serve_hears_of_it(
+    serve: ServeTable, step: int
+) -> None:
+    deploy(make_service(serve, champion=0.5, other=0.5))
+    serve.num_put, serve.act_before = 0, {step: lambda: serve.operator(kill_all_but_control)}
+    with pytest.raises(RoutingChanged, match=r"other killed"):
+        deploy(make_service(serve, champion=0.4, other=0.2, challenger=0.4))
+    wait_until(lambda: serve.routing.arms["other"].state == ArmState.KILLED)
+    health = serve.router.client.get("/health").json()
+    assert (health["arms"]["other"]["state"], health["weight_epoch"]) == ("killed", serve.routing.weight_epoch)
+
+
+def test_a_command_waits_for_the_router_that_hears_of_anothers_change_and_then_loses(
+    serve: ServeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deploy(make_service(serve, champion=0.5, other=0.5))
+    num_put = serve.num_put
+
+    def change_meanwhile(routing: Routing) -> Routing:
+        assert serve.statuses == {}, "asked when it runs again"
+        return serve.replace_traffic(routing)
+
+    def settle() -> None:
+        serve.operator(kill_all_but_control)
+        serve.statuses.clear()
+
+    serve.statuses[ROUTER] = "DEPLOYING"
+    monkeypatch.setattr(deploying, "replace_traffic", change_meanwhile)
+    seen = serve.router.gateway.live().weight_epoch
+    threading.Timer(0.3, settle).start()
+    with pytest.raises(RoutingChanged, match="other killed"):
+        deploy(make_service(serve, champion=0.1, other=0.9), epoch=seen)
+    assert serve.num_put == num_put

@@ -7,11 +7,13 @@ import httpx
 import pytest
 from ray import serve
 
+from components.serving import running
 from components.serving.assignment import assign
 from components.serving.benchmark import DIRECT, ROUTED, WARM_UP_ROUNDS, measure, time_chunks, time_request
 from components.serving.ejection import FAILURES_TO_EJECT
 from components.serving.fast_arm import build_fast_arm
 from components.serving.router import Router
+from components.serving.routing import Routing, with_epoch
 from tests.components.serving.faulty import FaultyArm
 from tests.conftest import free_port
 
@@ -149,10 +151,16 @@ def test_a_failing_arm_loses_its_sessions_and_keeps_its_name_in_the_errors(serve
     assert health["arms"]["sound"]["ejected"] is False
 
 
-def test_without_an_arm_the_endpoint_says_so(serve_address):
+def test_without_an_arm_the_endpoint_says_so_and_the_first_of_two_commands_gives_it_one(serve_address, monkeypatch):
     serve.run(Router.options(user_config=routing()).bind(), name="no-router", route_prefix="/no")
     reply = httpx.get(f"{serve_address}/no/health", trust_env=False)
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_arm")
+    monkeypatch.setattr(running, "ROUTER", "no-router")
+    none, one, other = (Routing.model_validate(routing(**arms)) for arms in ({}, {"one": 1.0}, {"other": 1.0}))
+    won, lost = with_epoch(one, none), with_epoch(other, none)
+    assert running.replace_traffic(won) == won
+    assert running.replace_traffic(lost) == won
+    assert list(httpx.get(f"{serve_address}/no/health", trust_env=False).json()["arms"]) == ["one"]
 
 
 def test_the_benchmark_measures_both_ways_on_one_arm(serve_address):

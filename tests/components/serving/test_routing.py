@@ -15,7 +15,10 @@ def test_a_change_touches_what_it_names_and_nothing_else():
     assert after.arms["a"] == before.arms["a"]
     assert (after.arms["b"].weight, after.arms["b"].state, after.arms["b"].app) == (2, "serving", "b")
     assert after.weight_epoch > before.weight_epoch
-    assert after.model_copy(update={"arms": before.arms, "weight_epoch": before.weight_epoch}) == before
+    assert (
+        after.model_copy(update={"arms": before.arms, "weight_epoch": before.weight_epoch, "replaces": None}) == before
+    )
+    assert after.replaces == before.weight_epoch
 
 
 def test_a_change_to_what_is_there_already_begins_no_epoch():
