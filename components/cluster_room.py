@@ -25,6 +25,8 @@ PATIENCE_S = 30.0
 """An actor that is not there after this long may be waiting for resources; loading a target comes later."""
 REPEAT_S = 120.0
 KINDS = ("CPU", "GPU")
+WITHOUT_RAY = frozenset({"target", "prompts"})
+"""Stages that run where no cluster is up, too: prompts are looked at before one is."""
 SHOWN = 5
 
 
