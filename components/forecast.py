@@ -23,7 +23,7 @@ GPU_OPERATIONS_PER_S = 4e14
 
 FORWARD_SHARE = 0.32
 """Of a plain matrix product's speed, a bare forward pass: what `Forecast.share` is compared with where the target was measured."""
-TARGET_SAMPLE_S = 2.0
+TARGET_SAMPLE_S = 1.0
 
 LAST_RUN, TARGET, SAMPLE, GUESS = "last run", "target", "sample", "guess"
 

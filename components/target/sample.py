@@ -10,7 +10,7 @@ from components.target.stages import target_path
 
 LARGEST_BYTES = 1_000_000_000
 """Of weights: loading more, and running it, takes longer than a plan may."""
-NUM_TOKENS = 256
+NUM_TOKENS = 128
 
 
 def target_operations_per_s(target: Artifact, dtype: str, seconds: float, num_threads: int) -> float | None:
@@ -19,8 +19,8 @@ def target_operations_per_s(target: Artifact, dtype: str, seconds: float, num_th
     Args:
         target: A finished output of the stage.
         dtype: Of its weights.
-        seconds: How long to go on, after a first pass that does not count.
-        num_threads: Of torch.
+        seconds: How long to go on with each number of threads, after a first pass that does not count.
+        num_threads: Of torch; one alone is tried, too.
 
     Returns:
         That of the fastest pass, as other work on the machine only slows them; None where the target is not on this
@@ -35,22 +35,29 @@ def target_operations_per_s(target: Artifact, dtype: str, seconds: float, num_th
 
 
 def _fastest_pass_s(path: Path, dtype: str, num_threads: int, seconds: float) -> float:
+    """With one thread or with all: on a busy machine they wait for one another, and take longer than one."""
     import torch  # with transformers: seconds to import
 
     from components.target.layers import load_target
 
+    decoder = load_target(path, getattr(torch, dtype)).get_decoder()
+    ids = torch.arange(NUM_TOKENS)[None] % decoder.config.vocab_size
+
+    def pass_s() -> float:
+        started_s = time.monotonic()
+        with torch.inference_mode():
+            decoder(input_ids=ids, use_cache=False)
+        return time.monotonic() - started_s
+
     before, passes = torch.get_num_threads(), []
-    torch.set_num_threads(num_threads)
     try:
-        decoder = load_target(path, getattr(torch, dtype)).get_decoder()
-        ids = torch.arange(NUM_TOKENS)[None] % decoder.config.vocab_size
-        deadline_s = None
-        while deadline_s is None or len(passes) < 2 or time.monotonic() < deadline_s:
-            started_s = time.monotonic()
-            with torch.inference_mode():
-                decoder(input_ids=ids, use_cache=False)
-            passes.append(time.monotonic() - started_s)
-            deadline_s = deadline_s or time.monotonic() + seconds
+        for threads in {1, num_threads}:
+            torch.set_num_threads(threads)
+            pass_s()
+            deadline_s = time.monotonic() + seconds
+            passes.append(pass_s())
+            while time.monotonic() < deadline_s:
+                passes.append(pass_s())
     finally:
         torch.set_num_threads(before)
-    return min(passes[1:])
+    return min(passes)
