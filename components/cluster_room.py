@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.state import list_actors
 
+from components.autoscaler import FIRST_REPORT_S, starting_nodes
 from components.beside import thread_beside
 from components.config import Settings, StageResources
 from components.section import ConfigError
@@ -24,6 +25,8 @@ PATIENCE_S = 30.0
 """An actor that is not there after this long may be waiting for resources; loading a target comes later."""
 REPEAT_S = 120.0
 KINDS = ("CPU", "GPU")
+WITHOUT_RAY = frozenset({"target", "prompts"})
+"""Stages that run where no cluster is up, too: prompts are looked at before one is."""
 SHOWN = 5
 
 
@@ -65,8 +68,17 @@ def stage_needs(stage: str, settings: Settings) -> list[Need]:
 
 
 def check_room(needs: Sequence[Need]) -> None:
-    """Raises ConfigError when the nodes that are up, with nothing else on them, cannot run these actors side by side."""
-    check_fits(needs, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    """Of nodes with nothing else on them; a cluster that grows by itself may get the nodes that it lacks.
+
+    Raises:
+        ConfigError: the nodes that are up cannot run these actors side by side, and nobody adds others.
+    """
+    try:
+        check_fits(needs, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    except ConfigError as lack:
+        if starting_nodes(FIRST_REPORT_S) is None:
+            raise
+        log.warning("%s: %s; an autoscaler is at work: it is waited for", lack.path, lack.problem)
 
 
 def check_fits(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) -> None:
@@ -106,10 +118,13 @@ def waiting_lines(title: str, needs: Sequence[Need], has_started: Callable[[], b
 
 
 def waiting_line(needs: Sequence[Need]) -> str:
-    """`nothing has started yet: needs 2 x 1 CPUs and 1 GPUs; free: 6 of 8 CPUs, 0 of 2 GPUs; held: ServeReplica (2 GPUs)`."""
+    """`nothing has started yet: needs 2 x 1 CPUs and 1 GPUs; free: 6 of 8 CPUs, 0 of 2 GPUs; held: ServeReplica (2 GPUs)`.
+
+    Then what an autoscaler does, where one is at work.
+    """
     free, there = ray.available_resources(), ray.cluster_resources()
     rest = ", ".join(f"{free.get(kind, 0):g} of {there[kind]:g} {kind}s" for kind in KINDS if there.get(kind))
-    return f"nothing has started yet: needs {', '.join(map(str, needs))}; free: {rest}{_holders()}"
+    return f"nothing has started yet: needs {', '.join(map(str, needs))}; free: {rest}{_holders()}{_growth()}"
 
 
 def are_up(actors: Sequence[Any]) -> Callable[[], bool]:
@@ -164,6 +179,14 @@ def _holders() -> str:
     ]
     more = ", ..." if len(lines) > SHOWN else ""
     return f"; held: {', '.join(lines[:SHOWN])}{more}" if lines else ""
+
+
+def _growth() -> str:
+    starting = starting_nodes()
+    if starting is None:
+        return ""
+    nodes = ", ".join(f"{number} x {node_type}" for node_type, number in starting.items())
+    return f"; the autoscaler is starting {nodes or 'no node'}"
 
 
 def _amounts(required: Mapping[str, float]) -> dict[str, float]:

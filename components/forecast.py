@@ -1,9 +1,11 @@
 """What a stage is expected to take before it runs: rows, tokens, bytes and time, and where the time is taken from.
 
-Time comes from the newest finished output of the same stage on the same target (`last run`), scaled by tokens; else from a short
-sample of this machine's matrix products (`sample`); else from a documented speed (`guess`).
+Time comes from the newest finished output of the same stage on the same target (`last run`), scaled by tokens; else, where the stage runs the
+target on CPUs and the target is there, from a few of its own forward passes on this machine (`target`); else from a short sample of this
+machine's matrix products (`sample`); else from a documented speed (`guess`).
 """
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +21,11 @@ SAMPLE_SIZE = 1024
 GPU_OPERATIONS_PER_S = 4e14
 """About half of an H100's dense bf16 peak; what a GPU is taken for when no run of its own says better."""
 
-LAST_RUN, SAMPLE, GUESS = "last run", "sample", "guess"
+FORWARD_SHARE = 0.32
+"""Of a plain matrix product's speed, a bare forward pass: what `Forecast.share` is compared with where the target was measured."""
+TARGET_SAMPLE_S = 1.0
+
+LAST_RUN, TARGET, SAMPLE, GUESS = "last run", "target", "sample", "guess"
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class Forecast:
     """Of a plain matrix product's speed that it reaches; from finished runs on two cores of a CPU."""
     num_gpus: float = 0.0
     """Over all of its workers; 0: it runs on CPUs."""
+    target_threads: int = 0
+    """Of CPUs, over all of its workers, that run the target; 0: it does not, or on GPUs."""
     start_s: float = 0.0
     """Until its engines and workers are up."""
 
@@ -45,7 +53,7 @@ class Forecast:
 class Duration:
     seconds: float
     basis: str
-    """`last run`, `sample` or `guess`."""
+    """`last run`, `target`, `sample` or `guess`."""
 
 
 @dataclass
@@ -55,6 +63,9 @@ class Stopwatch:
     dtype: str
     sample_s: float = SAMPLE_S
     _measure: Callable[[str, float], float] = field(default_factory=lambda: matrix_operations_per_s)
+    measure_target: Callable[[int], float | None] | None = None
+    """Operations per second of the target's forward pass with so many threads; None: it is not there, or not to be measured."""
+    _target_speeds: dict[int, float | None] = field(default_factory=dict)
 
     def duration(self, forecast: Forecast, done: tuple[float, float | None] | None) -> Duration | None:
         """How long a stage takes.
@@ -72,7 +83,20 @@ class Stopwatch:
         if forecast.num_gpus:
             speed = GPU_OPERATIONS_PER_S * forecast.num_gpus
             return Duration(forecast.start_s + forecast.operations / (speed * forecast.share), GUESS)
+        if target_speed := self._target_speed(forecast.target_threads):
+            speed = target_speed * forecast.share / FORWARD_SHARE
+            return Duration(forecast.start_s + forecast.operations / speed, TARGET)
         return Duration(forecast.start_s + forecast.operations / (self._cpu_speed * forecast.share), SAMPLE)
+
+    def _target_speed(self, num_threads: int) -> float | None:
+        """Of more threads than this machine has, on other nodes, each is taken to be as fast."""
+        if not num_threads or self.measure_target is None:
+            return None
+        here = min(num_threads, os.cpu_count() or 1)
+        if here not in self._target_speeds:
+            self._target_speeds[here] = self.measure_target(here)
+        speed = self._target_speeds[here]
+        return None if speed is None else speed * num_threads / here
 
     @cached_property
     def _cpu_speed(self) -> float:

@@ -3,13 +3,15 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from components.config import Settings
-from components.forecast import Stopwatch, free_bytes
+from components.forecast import TARGET_SAMPLE_S, Stopwatch, free_bytes
 from components.planning import NoRoom, Plan, check_room, make_plan
 from components.section import ConfigError
 from components.stage import Artifact, Stage, find_artifact, run_stage
 from components.storage import Location
+from components.target.sample import target_operations_per_s
 from components.tracking import Tracker
 
 log = logging.getLogger("aerie")
@@ -63,9 +65,7 @@ class Pipeline:
     def plan(self, selection: Selection) -> Plan:
         """What a run of the selected stages would do and take; writes nothing."""
         self._check(selection)
-        return make_plan(
-            self._until(selection), {}, self.storage, selection.forced, Stopwatch(self.settings.target.dtype)
-        )
+        return make_plan(self._until(selection), {}, self.storage, selection.forced, self._stopwatch())
 
     def finished(self) -> Mapping[str, Artifact]:
         """The outputs of these settings that exist already, by stage; runs nothing."""
@@ -75,6 +75,14 @@ class Pipeline:
                 if found is not None:
                     self.artifacts[stage.name] = found
         return self.artifacts
+
+    def _stopwatch(self) -> Stopwatch:
+        """Measures the target itself where an earlier run left it."""
+        dtype = self.settings.target.dtype
+        found = [find_artifact(stage, {}, self.storage) for stage in self.stages if stage.name == "target"]
+        if not found or found[0] is None:
+            return Stopwatch(dtype)
+        return Stopwatch(dtype, measure_target=partial(target_operations_per_s, found[0], dtype, TARGET_SAMPLE_S))
 
     def _until(self, selection: Selection, start: int = 0) -> Sequence[Stage]:
         names = [stage.name for stage in self.stages]

@@ -35,7 +35,7 @@ def _totals(plan: Plan) -> str:
     free = "S3 does not say what is free" if plan.free_bytes is None else f"{in_units(plan.free_bytes, 'B')} free"
     lines = [
         f"disk: about {in_units(plan.bytes_to_write, 'B')} to write, at {plan.storage.uri}: {free}",
-        f"{time}. last run: as the newest finished one on this target took; sample: from this machine's matrix products; "
-        "guess: from usual speeds. Answers are taken to be of full length until they are there.",
+        f"{time}. last run: as the newest finished one on this target took; target: from its own forward pass here; sample: from this "
+        "machine's matrix products; guess: from usual speeds. Answers are taken to be of full length until they are there.",
     ]
     return "\n".join(lines)

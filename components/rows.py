@@ -38,10 +38,13 @@ class TooManyRowsLost(Exception):
     """A data stage lost a larger share of its rows than `data.max_dropped_fraction` allows."""
 
 
-def check_rows(account: RowAccount, max_dropped_fraction: float, stage: str, quarantine: str) -> None:
-    """Raises TooManyRowsLost, with the whole table and the file that names the rows, over the allowed share."""
+def check_rows(
+    account: RowAccount, max_dropped_fraction: float, stage: str, quarantine: str, first: str | None = None
+) -> None:
+    """Raises TooManyRowsLost, with the whole table, the file that names the rows and the first of them, over the allowed share."""
     if account.lost_fraction is not None and account.lost_fraction > max_dropped_fraction:
         raise TooManyRowsLost(
             f"{stage}: {account.lost_fraction:.1%} of the rows were lost, data.max_dropped_fraction allows "
-            f"{max_dropped_fraction:.1%}: {account.table()}. Fix: mend the rows that {quarantine} names, or allow more"
+            f"{max_dropped_fraction:.1%}: {account.table()}. Fix: mend the rows that {quarantine} names"
+            f"{f' (the first: {first})' if first else ''}, or allow more"
         )

@@ -27,6 +27,18 @@ REFUSED_TEXT = """## Refused
 The first line that applies is the one that is named.
 """
 
+QUANTISED_TEXT = """### What a quantised target would need
+
+With `data.extractor: vllm` the states come from the weights that are served, quantised or not; the refusal is about what transformers runs or reads
+beside that. Targets stored with compressed-tensors or as fp8 could be taken when
+
+- the rule knows the extractor: it sees the target's config alone, and would pass such a target with `vllm` only;
+- `teacher_weights` (`components/target/layers.py`) reads them: norm, embedding and lm_head that the checkpoint leaves in bfloat16 or float16, as most do, are read already;
+  quantised ones would be multiplied with their scales where they are refused now;
+- preflight and walked AL (`components/evaluation/tasks.py`) do without the target in transformers: they would take states that vLLM recorded;
+- the states are tested against transformers with the weights multiplied out, as the parity of the two extractors has no second side there.
+"""
+
 TEMPLATE_TEXT = """## Chat templates
 
 The target answers every user turn itself. What an engine was given and what it generated are kept as token ids, and the loss mask
@@ -55,7 +67,7 @@ def page() -> str:
         ["kind", "shown by", "a target of this kind", "do"], ((r.kind, r.sign, r.reason, _instead(r)) for r in RULES)
     )
     faults = table(["that", "do"], ((text, FIXES.get(name, OTHER_FIX)) for name, text in FAULTS.items()))
-    parts = [HEAD, ACCEPTED_TEXT, accepted, REFUSED_TEXT, refused, TEMPLATE_TEXT, faults, SWITCHES_TEXT]
+    parts = [HEAD, ACCEPTED_TEXT, accepted, REFUSED_TEXT, refused, QUANTISED_TEXT, TEMPLATE_TEXT, faults, SWITCHES_TEXT]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 

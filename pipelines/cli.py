@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import ray
 import typer
 
-from components.cluster_room import check_room, stage_needs
+from components.cluster_room import WITHOUT_RAY, check_room, stage_needs
 from components.config import Settings
 from components.lease import LeaseHeld, LeaseLost
 from components.pipeline import Pipeline
@@ -96,7 +96,12 @@ def run_pipeline(define_stages: Callable[[Settings], Sequence[Stage]], options: 
 
 def make_pipeline(stages: Sequence[Stage], settings: Settings) -> Pipeline:
     def prepare(to_run: Sequence[str]) -> None:
-        connect_to_ray()
+        try:
+            connect_to_ray()
+        except ConfigError:
+            if WITHOUT_RAY.issuperset(to_run):
+                return
+            raise
         if ENDPOINT_STAGES & set(to_run):  # now, and not after hours of work for them
             check_unclaimed(storage, settings.storage.lease_ttl_s)
         for stage in to_run:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from components.config import Settings
 from components.data.asked import Asked
@@ -9,7 +10,7 @@ from components.data.prompts import Prompt, scan_prompts
 from components.forecast import Forecast, target_parameters
 from components.stage import Artifact
 from components.target.aux_layers import ID_AND_MASK_BYTES, bytes_per_token, choose_aux_layers
-from components.target.engine import has_gpu
+from components.target.engine import has_gpu, target_threads
 from components.target.stages import target_facts
 
 BYTES_PER_LINE = 200  # of it that are not the conversation
@@ -17,6 +18,7 @@ BYTES_PER_RESPONSE_TOKEN = 6  # two lists of int32, keys and the footer
 PARQUET_OVERHEAD = 1.01
 DECODING_SHARE, CAPTURE_SHARE = 0.15, 0.3
 CPU_START_S, GPU_START_S = 40.0, 90.0
+TRANSFORMERS_START_S = 15.0  # on CPUs: no engine
 
 Known = Mapping[str, Artifact]
 Expected = Mapping[str, Forecast]
@@ -74,7 +76,7 @@ def forecast_features(settings: Settings, known: Known, expected: Expected) -> F
         bytes=int(tokens * (kept * token_bytes + (1 - kept) * ID_AND_MASK_BYTES) * PARQUET_OVERHEAD),
         operations=2 * target_parameters(target) * tokens * kept,
         share=CAPTURE_SHARE,
-        **_where(settings, "features"),
+        **_where(settings, "features") | ({"start_s": TRANSFORMERS_START_S} if _captures_on_cpus(settings) else {}),
     )
 
 
@@ -101,9 +103,14 @@ def _kept_share(settings: Settings, known: Known) -> float:
     return 1 - splits.get("train", 0) / max(1, sum(splits.values()))
 
 
-def _where(settings: Settings, stage: str) -> dict[str, float]:
+def _captures_on_cpus(settings: Settings) -> bool:
+    return settings.data.extractor == "transformers" and not has_gpu(settings.resources.features)
+
+
+def _where(settings: Settings, stage: str) -> dict[str, Any]:
     resources = getattr(settings.resources, stage)
     return {
         "num_gpus": resources.num_gpus * resources.replicas,
+        "target_threads": target_threads(resources),
         "start_s": GPU_START_S if has_gpu(resources) else CPU_START_S,
     }

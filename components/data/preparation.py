@@ -34,7 +34,7 @@ class Prepared:
     splits: dict[str, Split]
     """The side of each, by key."""
     lost: list[BadRow]
-    """Rows that are not used, but for those over a cap: they are only counted."""
+    """Rows that are not used, by file and line, but for those over a cap: they are only counted."""
     rows: RowAccount
     facts: dict[str, Any]
 
@@ -86,7 +86,7 @@ def prepare_prompts(
         for prompt in _benchmark_prompts(sources, setting, vocab_size)
     ]
     chosen = select_prompts(shown, data, benchmarks, decode)
-    lost = [*bad, *unknown, *unshown, *chosen.left]
+    lost = sorted([*bad, *unknown, *unshown, *chosen.left], key=lambda row: (row.source, row.line))
     facts = _facts(chosen.prompts, chosen.splits, chosen) | {"sources": used_by_source(read, chosen.prompts, data)}
     rows = _account(chosen.prompts, lost, chosen.over_cap)
     return Prepared(chosen.prompts, chosen.splits, lost, rows, facts)
@@ -108,7 +108,8 @@ def write_prepared(settings: Settings, target_path: str, vocab_size: int, output
     write_prompts(output, prepared.prompts, prepared.splits)
     write_quarantine(output, map(asdict, prepared.lost))
     quarantine = output.join(QUARANTINE).uri
-    check_rows(without_choices(prepared.rows), settings.data.max_dropped_fraction, "prompts", quarantine)
+    first = next((str(row) for row in prepared.lost if row.reason not in CHOSEN), None)
+    check_rows(without_choices(prepared.rows), settings.data.max_dropped_fraction, "prompts", quarantine, first)
     prepared.check(quarantine)
     return prepared.rows, prepared.facts
 

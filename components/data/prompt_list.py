@@ -10,7 +10,7 @@ from components.storage import Location
 
 PROMPTS = "prompts.jsonl"
 PLACES = "_places.jsonl"
-"""File and line of each prompt: for messages to people, so no content that makes anything else be done again."""
+"""File and line of each prompt, and why it was cut: for messages to people, so no content that makes anything else be done again."""
 CUT = "_cut.json"
 
 Place = dict[str, Any]
@@ -39,7 +39,8 @@ def write_prompts(folder: Location, prompts: Iterable[Prompt], splits: Mapping[s
     with folder.join(PROMPTS).writer() as listed, folder.join(PLACES).writer() as places:
         for prompt in prompts:
             listed.write(_json_line(_line(prompt, splits[prompt.key])))
-            places.write(_json_line({"key": prompt.key, "source": prompt.source, "line": prompt.line}))
+            place = {"key": prompt.key, "source": prompt.source, "line": prompt.line}
+            places.write(_json_line(place | {"cut": prompt.cut} if prompt.cut else place))
 
 
 def read_places(folder: Location, keys: set[str]) -> dict[str, Place]:

@@ -66,6 +66,9 @@ class BadRow:
     reason: str
     detail: str
 
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line} {self.reason} ({self.detail})"
+
 
 def read_prompts(
     sources: Sequence[PromptSource], reshape: Callable[[Any], Any] = lambda row: row
@@ -164,5 +167,4 @@ def _nothing_usable(sources: Sequence[PromptSource], bad: list[BadRow]) -> Confi
     if not bad:
         return ConfigError("data.prompts", f"{name} holds no row", "add at least one prompt")
     counts = ", ".join(f"{reason} {count}" for reason, count in Counter(row.reason for row in bad).most_common())
-    first = f"{bad[0].source}:{bad[0].line} {bad[0].reason} ({bad[0].detail})"
-    return ConfigError("data.prompts", f"no usable row in {name}: {counts}", f"mend the rows; the first is {first}")
+    return ConfigError("data.prompts", f"no usable row in {name}: {counts}", f"mend the rows; the first is {bad[0]}")

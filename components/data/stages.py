@@ -11,7 +11,9 @@ from typing import Any
 
 from components.config import PromptSource, Settings
 from components.data import forecasts
+from components.data.parts import QUARANTINE
 from components.data.preparation import measured_with, write_prepared
+from components.data.prompt_list import PLACES
 from components.data.sources import blamed_on, source_identity
 from components.engine_arguments import matters
 from components.rows import RowAccount
@@ -34,6 +36,11 @@ def prompts_stage(settings: Settings) -> Stage:
         vocab_size = target.facts["vocab_size"]
         rows, facts = run_beside_driver(write_prepared, settings, str(target_path(target)), vocab_size, output.location)
         log.info("prompts: %s", rows.table())
+        if facts["cut"]:
+            cut = ", ".join(f"{reason} {count}" for reason, count in facts["cut"].items())
+            log.info("prompts: rows used in part: %s; %s names them", cut, output.join(PLACES).uri)
+        if rows.lost:
+            log.info("prompts: %s names the rows that are not used", output.join(QUARANTINE).uri)
         _report(output, rows)
         return Outcome(facts, rows)
 

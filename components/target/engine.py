@@ -14,6 +14,11 @@ def has_gpu(resources: StageResources) -> bool:
     return resources.num_gpus > 0
 
 
+def target_threads(resources: StageResources) -> int:
+    """Of CPUs, over all replicas, that run the target; 0 on GPUs."""
+    return 0 if has_gpu(resources) else max(1, int(resources.num_cpus)) * resources.replicas
+
+
 def engine_identity(settings: Settings, resources: StageResources) -> dict[str, Any]:
     """What an engine's answers depend on beside the target: for the identity of stages."""
     added = matters(resources.engine)

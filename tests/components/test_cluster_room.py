@@ -1,7 +1,9 @@
 """What a run asks of the cluster is refused before it starts when no arrangement of its actors fits."""
 
 import pytest
+from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest, NodeInfo
 
+from components.autoscaler import starting_by_report, starting_by_state
 from components.cluster_room import Need, check_fits, stage_needs
 from components.config import ResourcesConfig, Settings
 from components.section import ConfigError
@@ -64,3 +66,37 @@ def test_arms_of_several_gpus_may_spread_over_nodes() -> None:
     settings = Settings.model_validate({"resources": {"ab": {"num_cpus": 4, "num_gpus": 2, "replicas": 2}}})
     (arms,) = stage_needs("ab", settings)
     assert (arms.num_actors, arms.each) == (8, {"CPU": 2.0, "GPU": 1.0})
+
+
+HEAD_ID, WORKER_ID = "0a" * 28, "0b" * 28
+FIXED = {
+    "active_nodes": {f"node_{HEAD_ID}": 1},
+    "pending_nodes": [],
+    "pending_launches": {},
+    "node_type_mapping": {HEAD_ID: f"node_{HEAD_ID}"},
+}
+"""What Ray 2.60 reports of itself: of a head without an autoscaling config, and of one whose autoscaler has begun to add a node."""
+GROWING = {
+    "active_nodes": {},
+    "pending_nodes": [[WORKER_ID, "worker", "uninitialized"]],
+    "pending_launches": {"worker": 2},
+    "node_type_mapping": {HEAD_ID: "ray.head.default", WORKER_ID: "worker"},
+}
+
+
+def test_a_cluster_grows_when_its_nodes_have_types() -> None:
+    assert starting_by_report(FIXED, [HEAD_ID]) is None
+    assert starting_by_report(GROWING, [HEAD_ID]) == {"worker": 3}
+    idle = GROWING | {"pending_nodes": [], "pending_launches": {}}
+    assert starting_by_report(idle, [HEAD_ID, WORKER_ID]) == {}
+
+
+def test_the_second_autoscalers_state_says_the_same() -> None:
+    def node(node_type: str) -> NodeInfo:
+        return NodeInfo("", node_type, "", "", "RUNNING", HEAD_ID)
+
+    launch = LaunchRequest("", "worker", 2, LaunchRequest.Status.PENDING, 0)
+    assert starting_by_state(ClusterStatus(active_nodes=[node(f"node_{HEAD_ID}")])) is None
+    assert starting_by_state(ClusterStatus(idle_nodes=[node("headgroup")])) == {}
+    growing = ClusterStatus(active_nodes=[node("headgroup")], pending_nodes=[node("worker")], pending_launches=[launch])
+    assert starting_by_state(growing) == {"worker": 3}

@@ -1,6 +1,8 @@
 """What a plan expects: measured on earlier outputs where there are some, else from a sample; what is there is not written again."""
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -8,13 +10,16 @@ import pytest
 
 from components.config_loading import load_settings
 from components.data.stages import features_stage, prompts_stage, responses_stage
-from components.forecast import GPU_OPERATIONS_PER_S, Forecast, Stopwatch, matrix_operations_per_s
+from components.forecast import GPU_OPERATIONS_PER_S, Duration, Forecast, Stopwatch, matrix_operations_per_s
+from components.pipeline import Pipeline, Selection
 from components.planning import Plan, PlannedStage, check_room, in_time, in_units, last_run, make_plan
 from components.section import ConfigError
 from components.stage import MANIFEST, Artifact, Outcome, Output, Stage, run_stage
 from components.storage import Location
 from components.target.resolve import target_shape
+from components.target.sample import target_operations_per_s
 from components.target.stages import target_stage
+from components.tracking import Tracker
 from components.training.stages import head_stage
 
 TTL_S = 60.0
@@ -103,6 +108,14 @@ def test_durations_say_where_they_come_from():
     work = Forecast(tokens=300, operations=6e9, share=0.5, start_s=10.0)
     assert str(stopwatch.duration(work, (20.0, 100))) == "Duration(seconds=60.0, basis='last run')"
     assert str(stopwatch.duration(work, None)) == "Duration(seconds=22.0, basis='sample')"
+    target = Stopwatch("float32", _measure=lambda dtype, seconds: 1e9, measure_target=lambda threads: threads * 3.2e8)
+    one, none = replace(work, target_threads=1), replace(work, target_threads=0)
+    assert target.duration(one, None) == Duration(pytest.approx(22.0), "target")
+    assert target.duration(none, None) == stopwatch.duration(one, None) == Duration(22.0, "sample")
+    many = replace(work, target_threads=10 * os.cpu_count())  # those of other nodes are as fast as this one's
+    assert target.duration(many, None).seconds == pytest.approx(10 + 12 / (10 * os.cpu_count()))
+    absent = Stopwatch("float32", _measure=lambda dtype, seconds: 1e9, measure_target=lambda threads: None)
+    assert absent.duration(one, None).basis == "sample"
     gpus = Forecast(operations=GPU_OPERATIONS_PER_S, share=0.5, num_gpus=2, start_s=10.0)
     assert str(stopwatch.duration(gpus, None)) == "Duration(seconds=11.0, basis='guess')"
     assert stopwatch.duration(Forecast(), None) is None
@@ -111,6 +124,24 @@ def test_durations_say_where_they_come_from():
 
 def test_the_sample_measures_this_machine():
     assert 1e8 < matrix_operations_per_s("float32", 0.05) < 1e15
+
+
+def test_a_target_that_is_there_is_measured_itself(tiny_target: Path, folder: Location, monkeypatch):
+    settings = load_settings(
+        None,
+        None,
+        [f"target.model={tiny_target}", "target.dtype=float32", "data.max_prompts=5", f"storage.uri={folder.uri}"],
+    )
+    stages = [make(settings) for make in (target_stage, prompts_stage, responses_stage, features_stage, head_stage)]
+    pipeline = Pipeline(stages, settings, folder, Tracker.of(settings))
+    bases = lambda: [stage.duration and stage.duration.basis for stage in pipeline.plan(Selection()).stages[2:]]  # noqa: E731
+    assert bases() == ["sample", "sample", "sample"]
+    made, _ = run_stage(stages[0], {}, folder, TTL_S)
+    assert bases() == ["target", "target", "sample"]
+    assert 1e6 < target_operations_per_s(made, "float32", 0.1, 1) < 1e13
+    monkeypatch.setattr("components.target.sample.LARGEST_BYTES", 1)
+    assert target_operations_per_s(made, "float32", 0.1, 1) is None
+    assert bases() == ["sample", "sample", "sample"]
 
 
 def test_units_and_times_are_short():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from tests.components.data.nodes import (
     TARGET,
     num_captured,
 )
-from tests.conftest import project_environment
+from tests.conftest import free_port, project_environment
 
 NUM_ROWS = NUM_PARTS * ROWS_PER_PART
 
@@ -68,3 +69,17 @@ def assert_same_shards(one: Location, other: Location) -> None:
             assert left.key == right.key
             for field in ("input_ids", "loss_mask", "aux_hidden", "last_hidden"):
                 assert torch.equal(getattr(left, field), getattr(right, field)), f"{field} of {left.key}"
+
+
+def test_nodes_that_an_autoscaler_adds_are_waited_for(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="ray-") as own:  # short: it holds sockets
+        environment = project_environment() | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "RAY_ADDRESS": ""}
+        environment |= {"RAY_TMPDIR": own, "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        command = [sys.executable, "-m", "tests.components.data.growing", str(tmp_path), str(free_port())]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (lack,) = [line for line in done.stderr.splitlines() if line.startswith("resources.features")]
+    assert lack.endswith(
+        "1 x 2 CPUs do not fit in the cluster, whose nodes have 1 x 1 CPUs; an autoscaler is at work: it is waited for"
+    )
+    assert "starting Counter({'worker': 1})" in done.stdout
