@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import yaml
 
+from components.serving.recording import MARKS
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 FAMILIES = ("ask", "tell", "count", "list")
@@ -89,8 +91,8 @@ class Project:
         return self.storage / stage / self.manifests(stage)[number]["fingerprint"]
 
     def snapshot(self) -> dict[str, tuple[int, int]]:
-        """Every file of the storage with its size and the time of its last change."""
-        files = [path for path in self.storage.rglob("*") if path.is_file()]
+        """Every file of the storage with its size and the time of its last change, but for what a live endpoint writes by itself."""
+        files = [path for path in self.storage.rglob("*") if path.is_file() and not path.parent.name.endswith(MARKS)]
         return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
