@@ -78,7 +78,11 @@ class PackedBatch:
     @property
     def num_bytes(self) -> int:
         """Memory of the tensors."""
-        return sum(t.nbytes for t in (self.input_ids_T, self.loss_mask_T, self.aux_hidden_TX, self.last_hidden_TH))
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.input_ids_T, self.loss_mask_T, self.aux_hidden_TX, self.last_hidden_TH
 
     def outline(self) -> "PackedBatch":
         """The same documents on the CPU and without features: all that drawing chains needs."""
@@ -98,18 +102,12 @@ class PackedBatch:
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tells the allocator that `stream` reads what another one wrote."""
-        features = (self.input_ids_T, self.loss_mask_T, self.aux_hidden_TX, self.last_hidden_TH)
-        for tensor in (*features, self.token_N, self.position_N):
+        for tensor in (*self._tensors, self.token_N, self.position_N):
             tensor.record_stream(stream)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "PackedBatch":
-        return PackedBatch(
-            function(self.input_ids_T),
-            function(self.loss_mask_T),
-            function(self.aux_hidden_TX),
-            function(self.last_hidden_TH),
-            self.doc_lengths,
-        )
+        input_ids_T, loss_mask_T, aux_hidden_TX, last_hidden_TH = map(function, self._tensors)
+        return PackedBatch(input_ids_T, loss_mask_T, aux_hidden_TX, last_hidden_TH, self.doc_lengths)
 
     def places_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Of some depth-0 rows: the index of their feature among the packed tokens, and the first row of their document.

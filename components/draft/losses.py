@@ -165,12 +165,16 @@ class _Distillation(torch.autograd.Function):
         with torch.autocast(hidden_RH.device.type, enabled=False):
             head_UH = _factor(lm_head_UH, dtype)
             gradients = _Gradients(hidden_RH, lm_head_UH, head_UH.to(dtype)) if wants_grad else None
+            teacher_UT = _factor(teacher.lm_head_UT, dtype)
             rows_loss = _rows_loss_for(hidden_RH, dtype)
             for chunk in taught.chunks:
                 rows_C = taught.order_R[chunk.rows]
                 hidden_CH = _factor(hidden_RH[rows_C], dtype)
                 logits_CU = _logits(hidden_CH, head_UH, dtype)
-                lesson = _lesson(teacher, last_hidden_PT, taught, chunk, dtype) if kind == "kl" else None
+                lesson = None
+                if kind == "kl":
+                    hidden_ST = teacher.normed(last_hidden_PT[taught.position_S[chunk.positions]])
+                    lesson = _logits(_factor(hidden_ST, dtype), teacher_UT, dtype), taught.lesson_R[chunk.rows]
                 loss_C, hit_C = loss_R.new_empty(len(rows_C)), hit_R.new_empty(len(rows_C))
                 dlogits_CU = rows_loss(logits_CU, target_R[rows_C], lesson, loss_C, hit_C, dtype)
                 loss_R[rows_C], hit_R[rows_C] = loss_C, hit_C
@@ -190,14 +194,6 @@ class _Distillation(torch.autograd.Function):
         hidden_RH = gradients.hidden_RH.mul_(grads[0])
         lm_head_UH = None if gradients.lm_head_UH is None else gradients.lm_head_UH.mul_(grads[0])
         return hidden_RH, lm_head_UH, None, None, None, None, None, None, None
-
-
-def _lesson(
-    teacher: Teacher, last_hidden_PT: Tensor, taught: TaughtRows, chunk: Chunk, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The teacher's logits at a chunk's positions, and which of them teaches each row."""
-    normed_ST = _factor(teacher.normed(last_hidden_PT[taught.position_S[chunk.positions]]), dtype)
-    return _logits(normed_ST, _factor(teacher.lm_head_UT, dtype), dtype), taught.lesson_R[chunk.rows]
 
 
 class _Gradients:

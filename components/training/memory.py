@@ -93,17 +93,27 @@ def prefix_bytes(head: HeadConfig, factor_bytes: int, recompute: bool) -> int:
 
 
 def free_bytes(head: DraftHead, optimizers: Optimizers) -> int:
-    """Memory of the head's GPU that a step may use: what nobody holds, less gradients and state that do not exist yet."""
+    """Memory of the head's GPU that a step may use: what nobody holds, less what a step always needs and is not there yet."""
     device = head.fc.weight.device
     free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (
+        free
+        + torch.cuda.memory_reserved(device)
+        - torch.cuda.memory_allocated(device)
+        - missing_bytes(head, optimizers)
+    )
+
+
+def missing_bytes(head: DraftHead, optimizers: Optimizers) -> int:
+    """What a step will hold besides its activations and is not there yet: gradients, optimiser state, weights that FSDP gathers for it."""
     rows_only = {id(p) for p in sparse_parameters(head)}
     trained = [p for p in head.parameters() if p.requires_grad and id(p) not in rows_only]
     kept = [p for group in optimizers.param_groups for p in group["params"]]  # shares of the trained ones under FSDP
     there = optimizers.state
     missing = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
     missing += sum(2 * local(p).numel() * p.element_size() for p in kept if p not in there)
-    return free - missing
+    missing += sum(p.numel() * p.element_size() for p in head.parameters() if isinstance(p, DTensor))
+    return missing
 
 
 def local(parameter: Tensor) -> Tensor:

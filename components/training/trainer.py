@@ -84,9 +84,8 @@ class Trainer:
         started = time.monotonic()
         if self._on_gpu:  # nothing of a step is there now: what the next one may use
             self._free_bytes = free_bytes(self.head, self.optimizer)
-        prepared = self._batches(
-            self.progress.step
-        )  # named until the host has the sums: only then has the GPU read it all
+        # It keeps its name until the host has the sums: only then has the GPU read all of it.
+        prepared = self._batches(self.progress.step)
         with whole(self.head):
             sums = self._accumulate(prepared)
         sums = unpack_sums(reduce_gradients(self.parameters, pack_sums(sums), sparse_parameters(self.head)))

@@ -11,7 +11,7 @@ from components.config import TrainConfig
 from components.draft.batch import Document
 from components.draft.head import DraftHead, HeadConfig
 from components.draft.losses import Teacher
-from components.training.memory import local
+from components.training.memory import local, missing_bytes
 from components.training.order import Entry
 from components.training.reduce import reduce_gradients, scale_gradients
 from components.training.shard import shard_head, whole_tensor
@@ -196,6 +196,7 @@ def train_sharded_rank(rank: int, world_size: int, folder: str) -> None:
     config = CONFIG.model_copy(update={"shard": True})
     trainer = make_trainer(DOCUMENTS, rank, world_size, config)
     share = sum(local(p).numel() for p in trainer.parameters)
+    missing = missing_bytes(trainer.head, trainer.optimizer)
     losses = [float(trainer.step().loss) for _ in range(3)]
     figures = validate(trainer, DOCUMENTS[rank:5:world_size])
     save_state(Path(folder), trainer.head, trainer.optimizer, trainer.progress, write=rank == 0)
@@ -205,7 +206,8 @@ def train_sharded_rank(rank: int, world_size: int, folder: str) -> None:
     for _ in range(3):
         resumed.step()
     results = {"weights": after_three, "losses": losses, "figures": figures, "resumed": weights(resumed)}
-    torch.save(results | {"share": share, "all": sum(p.numel() for p in trainer.parameters)}, f"{folder}/rank{rank}.pt")
+    results |= {"share": share, "all": sum(p.numel() for p in trainer.parameters), "missing": missing}
+    torch.save(results, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -214,6 +216,8 @@ def test_a_head_cut_by_fsdp_makes_the_steps_of_a_whole_one(tmp_path: Path, ranks
     for rank in range(2):
         cut = torch.load(tmp_path / f"rank{rank}.pt")
         assert cut["share"] <= 0.51 * cut["all"]  # what the optimiser holds here
+        # whole weights and whole gradients come and go with a step, two moments of the share stay
+        assert cut["missing"] == 4 * (cut["all"] + cut["all"] + 2 * cut["share"])
         torch.testing.assert_close(cut["weights"], ranks[0]["weights"], atol=FP32_STEP_TOLERANCE, rtol=0)
         assert cut["losses"] == pytest.approx(ranks[0]["losses"], rel=1e-5)
         assert cut["figures"] == pytest.approx(ranks[0]["figures"], rel=1e-4)
