@@ -76,9 +76,7 @@ class Recording:
             mark.close()
 
     def _own_oldest(self) -> float:
-        running = (
-            self._oldest_running_at()
-        )  # first: who ends is given to a writer before he counts as no longer running
+        running = self._oldest_running_at()  # first: a request that ends goes to a writer before it stops to count here
         return min(running, self._unwritten_since())
 
     def _unwritten_since(self) -> float:
