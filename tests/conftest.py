@@ -76,13 +76,21 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def s3_bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def s3_bucket(s3_server: str) -> Iterator[str]:
     """`s3://...` of an empty bucket; the process's environment points every S3 client at the server."""
-    for name, value in s3_environment(s3_server).items():
-        monkeypatch.setenv(name, value)
-    name = f"bucket-{time.time_ns()}"
-    boto3.client("s3").create_bucket(Bucket=name)
-    return f"s3://{name}"
+    with new_bucket(s3_server) as uri:
+        yield uri
+
+
+@contextmanager
+def new_bucket(s3_server: str) -> Iterator[str]:
+    """As `s3_bucket`, for fixtures that live longer than a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_environment(s3_server).items():
+            patch.setenv(name, value)
+        name = f"bucket-{time.time_ns()}"
+        boto3.client("s3").create_bucket(Bucket=name)
+        yield f"s3://{name}"
 
 
 def s3_environment(address: str) -> dict[str, str]:

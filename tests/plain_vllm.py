@@ -80,6 +80,6 @@ def counters(url: str) -> tuple[float, float]:
     return rounds, accepted
 
 
-def held_out_prompts(responses: Path, num_prompts: int) -> list[tuple[int, ...]]:
+def held_out_prompts(responses: Location, num_prompts: int) -> list[tuple[int, ...]]:
     """The evaluation's own prompts."""
-    return [prompt.prompt_ids for prompt in select_prompts(Location(str(responses)), num_prompts, 10**6).prompts]
+    return [prompt.prompt_ids for prompt in select_prompts(responses, num_prompts, 10**6).prompts]

@@ -1,9 +1,9 @@
-"""How answers come from an arm to the router: a Serve call for each, and a connection of their own for the events of streams.
+"""How answers come from an arm to the router: a Serve call for each, and a connection of their own for what the arm says.
 
 The call through Serve's handle brings the request and reports the end, so Serve picks the replica, counts it, cancels it and tells of its death
-as ever. An event through the handle would cost about as much as a call. Events go ahead on a connection that each replica opens to the router
-and keeps: the router's secret, then msgpack arrays `[ticket, event]`. Such a connection can only add events to calls of that router. It has TLS
-where Ray's own connections have it.
+as ever. An event through the handle would cost about as much as a call, and an answer waits there for the end of its call. Both go ahead on a
+connection that each replica opens to the router and keeps: the router's secret, then msgpack arrays `[ticket, item]`. Such a connection can
+only add items to calls of that router. It has TLS where Ray's own connections have it.
 """
 
 import asyncio
@@ -27,10 +27,13 @@ log = logging.getLogger("ray.serve")
 
 SECRET_BYTES = 32
 
+Item = dict[str, Any] | str
+"""An answer that is no stream, or an arm's error; or one event of a stream."""
+
 
 @dataclass(frozen=True)
 class ReplyTo:
-    """Where an arm sends the events of one call."""
+    """Where an arm sends the items of one call."""
 
     host: str
     port: int
@@ -42,10 +45,8 @@ class ReplyTo:
 class Delivered:
     """How a call ended."""
 
-    num_events: int
+    num_items: int
     """Sent ahead on the connection."""
-    answer: dict[str, Any] | None = None
-    """An answer that is no stream, or the arm's error."""
     failure: str | None = None
     """Kind of the exception that ended it; its words may hold a text."""
 
@@ -61,24 +62,22 @@ class Reply(Protocol):
 class Delivering:
     """An arm's side: for deployments that have `answer`."""
 
-    def answer(self, route: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any] | str]:
+    def answer(self, route: str, body: dict[str, Any]) -> AsyncIterator[Item]:
         """One dict (an answer that is no stream, or an error), or the events of a stream."""
         raise NotImplementedError
 
     async def deliver(self, route: str, body: dict[str, Any], reply_to: ReplyTo) -> Delivered:
         """Answers a request of the router."""
-        num_events = 0
+        num_items = 0
         try:
             async with aclosing(self.answer(route, body)) as items:  # type: ignore[type-var]  # it is a generator
                 async for item in items:
-                    if isinstance(item, dict):
-                        return Delivered(num_events, item)
                     await self._outbox.send(reply_to, item)
-                    num_events += 1
-        except Exception as error:  # as a value: raised, it could overtake the events before it
+                    num_items += 1
+        except Exception as error:  # as a value: raised, it could overtake the items before it
             log.exception("an answer broke off")
-            return Delivered(num_events, failure=type(error).__name__)
-        return Delivered(num_events)
+            return Delivered(num_items, failure=type(error).__name__)
+        return Delivered(num_items)
 
     @cached_property
     def _outbox(self) -> "Outbox":
@@ -92,13 +91,13 @@ class Outbox:
         self._lines: dict[tuple[str, int, bytes], _Line] = {}
         self._opening = asyncio.Lock()
 
-    async def send(self, reply_to: ReplyTo, event: str) -> None:
+    async def send(self, reply_to: ReplyTo, item: Item) -> None:
         """Raises OSError when the router cannot be reached any more."""
         key = (reply_to.host, reply_to.port, reply_to.secret)
         line = self._lines.get(key)
         if line is None or line.is_lost:
             line = await self._open(*key)
-        await line.write(msgpack.packb((reply_to.ticket, event)))
+        await line.write(msgpack.packb((reply_to.ticket, item)))
 
     async def _open(self, host: str, port: int, secret: bytes) -> "_Line":
         async with self._opening:
@@ -142,7 +141,7 @@ class _Line(asyncio.Protocol):
 
 
 class Inbox:
-    """The router's side: listens, and gives every call the events with its ticket."""
+    """The router's side: listens, and gives every call the items with its ticket."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_bytes(SECRET_BYTES)
@@ -164,16 +163,16 @@ class Inbox:
             self._server = None
 
     def call(self, ask: Callable[[ReplyTo], Reply]) -> "Delivery":
-        """Begins a call; `ask` makes it of where its events shall go."""
+        """Begins a call; `ask` makes it of where its items shall go."""
         ticket = next(self._tickets)
         reply = ask(ReplyTo(*self._address, self.secret, ticket))
         self._calls[ticket] = Delivery(reply, lambda: self._calls.pop(ticket, None))
         return self._calls[ticket]
 
-    def take(self, ticket: int, event: str) -> None:
-        """An event that came; one of a call that is over is nobody's."""
+    def take(self, ticket: int, item: Item) -> None:
+        """An item that came; one of a call that is over is nobody's."""
         if ticket in self._calls:
-            self._calls[ticket].take(event)
+            self._calls[ticket].take(item)
 
 
 class _Receiver(asyncio.Protocol):
@@ -196,13 +195,13 @@ class _Receiver(asyncio.Protocol):
             if len(self._secret) < SECRET_BYTES:
                 return
             if not hmac.compare_digest(self._secret, self._inbox.secret):
-                log.warning("a connection for events without the router's secret was closed")
+                log.warning("a connection for answers without the router's secret was closed")
                 self._transport.abort()
                 return
             self._secret = None
         self._unpacker.feed(data)
-        for ticket, event in self._unpacker:
-            self._inbox.take(ticket, event)
+        for ticket, item in self._unpacker:
+            self._inbox.take(ticket, item)
 
 
 class Delivery:
@@ -210,15 +209,15 @@ class Delivery:
 
     def __init__(self, reply: Reply, forget: Callable[[], Any]) -> None:
         self._reply, self._forget = reply, forget
-        self._items: list[dict[str, Any] | str] = []
+        self._items: list[Item] = []
         self._num_come = 0
         self._ended: Delivered | None = None
         self._error: Exception | None = None
         self._news = asyncio.Event()
         self._end = asyncio.ensure_future(self._wait(reply))
 
-    def take(self, event: str) -> None:
-        self._items.append(event)
+    def take(self, item: Item) -> None:
+        self._items.append(item)
         self._num_come += 1
         self._news.set()
         self._forget_when_complete()
@@ -226,30 +225,22 @@ class Delivery:
     def __aiter__(self) -> "Delivery":
         return self
 
-    async def __anext__(self) -> list[dict[str, Any] | str]:
+    async def __anext__(self) -> list[Item]:
         while not self._items:
             if self._error is not None:
                 raise self._error
-            if self._ended is not None and self._num_come >= self._ended.num_events:
-                self._finish(self._ended)
-            else:
-                self._news.clear()
-                await self._news.wait()
+            if self._ended is not None and self._num_come >= self._ended.num_items:
+                if self._ended.failure is not None:
+                    raise ArmFailed(self._ended.failure)
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
         items, self._items = self._items, []
         return items
 
     def cancel(self) -> None:
         self._forget()
         self._reply.cancel()
-
-    def _finish(self, ended: Delivered) -> None:
-        """After the last event: the answer or the error, then the end."""
-        if ended.failure is not None:
-            raise ArmFailed(ended.failure)
-        if ended.answer is None:
-            raise StopAsyncIteration
-        self._items = [ended.answer]
-        self._ended = Delivered(ended.num_events)
 
     async def _wait(self, reply: Awaitable[Delivered]) -> None:
         try:
@@ -261,8 +252,8 @@ class Delivery:
         self._forget_when_complete()
 
     def _forget_when_complete(self) -> None:
-        """Nothing more can come; whoever reads a stream up to its `[DONE]` does not ask for the end behind it."""
-        if self._ended is not None and self._num_come >= self._ended.num_events:
+        """Nothing more can come; whoever has the answer, or a stream up to its `[DONE]`, does not ask for the end behind it."""
+        if self._ended is not None and self._num_come >= self._ended.num_items:
             self._forget()
 
 

@@ -15,6 +15,8 @@ import httpx
 import yaml
 
 from components.serving.recording import MARKS
+from components.storage import Location
+from tests.files import stamps
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -25,11 +27,12 @@ PROMPTS_PER_FAMILY = 8
 
 @dataclass(frozen=True)
 class Project:
-    """A config file, its prompts and its storage in one folder."""
+    """A config file and its prompts in one folder, and a storage."""
 
     folder: Path
     environment: dict[str, str]
     port: int
+    storage: Location
 
     @property
     def config(self) -> Path:
@@ -38,10 +41,6 @@ class Project:
     @property
     def registered_name(self) -> str:
         return f"head-{self.folder.name}"
-
-    @property
-    def storage(self) -> Path:
-        return self.folder / "storage"
 
     def command(self, *arguments: str, pipeline: str = "full") -> list[str]:
         return [sys.executable, f"pipelines/{pipeline}.py", "--config", str(self.config), *arguments]
@@ -84,22 +83,30 @@ class Project:
 
     def manifests(self, stage: str) -> list[dict[str, Any]]:
         """The stage's finished outputs, oldest first."""
-        found = [json.loads(path.read_text()) for path in self.storage.glob(f"{stage}/*/_manifest.json")]
+        outputs = [self.storage.join(stage, name, "_manifest.json") for name in self.storage.join(stage).folders()]
+        found = [json.loads(manifest.read_bytes()) for manifest in outputs if manifest.exists()]
         return sorted(found, key=lambda manifest: manifest["finished_at"])
 
-    def output(self, stage: str, number: int = -1) -> Path:
-        return self.storage / stage / self.manifests(stage)[number]["fingerprint"]
+    def output(self, stage: str, number: int = -1) -> Location:
+        return self.storage.join(stage, self.manifests(stage)[number]["fingerprint"])
 
     def snapshot(self) -> dict[str, tuple[int, int]]:
         """Every file of the storage with its size and the time of its last change, but for what a live endpoint writes by itself."""
-        files = [path for path in self.storage.rglob("*") if path.is_file() and not path.parent.name.endswith(MARKS)]
-        return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+        written = stamps(self.storage).items()
+        return {path: stamp for path, stamp in written if not Path(path).parent.name.endswith(MARKS)}
 
 
 def make_project(
-    folder: Path, target: Path, environment: dict[str, str], mlflow: str, port: int, **changes: Any
+    folder: Path,
+    target: Path,
+    environment: dict[str, str],
+    mlflow: str,
+    port: int,
+    storage: str | None = None,
+    **changes: Any,
 ) -> Project:
-    """A small run on `target`: 48 short prompts in 6 families, two of them held out."""
+    """A small run on `target`: 48 short prompts in 6 families, two of them held out. Its storage is in `folder`, unless it is told."""
+    storage = storage or str(folder / "storage")
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in make_prompts()))
     settings: dict[str, Any] = {
@@ -130,13 +137,13 @@ def make_project(
         },
         "ab": {"requests": 12, "concurrency": 2, "max_new_tokens": 24, "port": port, "keep_serving": False},
         "publish": {"name": f"head-{folder.name}"},
-        "storage": {"uri": str(folder / "storage")},
+        "storage": {"uri": storage},
         "mlflow": {"tracking_uri": mlflow, "experiment": f"test-{folder.name}"},
     }
     for section, values in changes.items():
         settings[section] = settings.get(section, {}) | values
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    return Project(folder, environment, port)
+    return Project(folder, environment, port, Location(storage))
 
 
 def make_prompts() -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ def test_whoever_is_champion_has_all_traffic_and_report_and_table_say_so(
     promoted = read_verdict(project)["promote"]
     label = served_alone(project, "champion" if promoted else "none")
     assert label.startswith("v1-") if promoted else label == "none"
-    html = (project.output("publish") / "report.html").read_text()
+    html = project.output("publish").join("report.html").path.read_text()
     said = "Version 1 is the champion; all traffic of the endpoint goes to it."
     assert (said if promoted else "There is no champion; all traffic of the endpoint goes to plain decoding.") in html
     shown = f"champion {label}" if promoted else "none"
@@ -132,7 +132,7 @@ def asked_all_the_time(project: Project, target: str) -> Iterator[list[int]]:
 
 
 def read_verdict(project: Project) -> dict[str, Any]:
-    return json.loads((project.output("publish") / "verdict.json").read_text())
+    return json.loads(project.output("publish").join("verdict.json").read_bytes())
 
 
 def test_registered_files_are_the_trained_ones(
@@ -144,7 +144,7 @@ def test_registered_files_are_the_trained_ones(
     bundle = Path(client.download_artifacts(version.run_id, "bundle", str(tmp_path)))
     downloaded = load_file(next(bundle.rglob("model.safetensors")))
     chosen = project.manifests("evaluation")[0]["facts"]["candidate"]["place"]
-    trained = load_file(project.output("head") / chosen / "model.safetensors")
+    trained = load_file(project.output("head").join(chosen, "model.safetensors").path)
     assert downloaded.keys() == trained.keys()
     assert all((downloaded[name] == trained[name]).all() for name in trained)
     metrics = client.get_run(version.run_id).data.metrics
@@ -159,7 +159,7 @@ def test_the_cards_command_serves_the_head_with_the_recorded_acceptance(
     version = client.get_model_version_by_alias(project.registered_name, "challenger")
     arm = project.manifests("evaluation")[0]["facts"]["candidate"]["arm"]
     recorded = client.get_run(version.run_id).data.metrics[f"eval/{arm}/al"]
-    with plain_vllm(project.output("publish") / "bundle", free_port()) as url:
+    with plain_vllm(project.output("publish").join("bundle").path, free_port()) as url:
         served = served_acceptance_length(url, held_out_prompts(project.output("responses"), 8), max_tokens=40)
     assert served == pytest.approx(recorded, rel=0.03)
 
@@ -173,7 +173,7 @@ def test_rows_are_accounted_for(project: Project, first_run: str) -> None:
 
 
 def test_report_is_one_file(project: Project, first_run: str) -> None:
-    html = (project.output("publish") / "report.html").read_text()
+    html = project.output("publish").join("report.html").path.read_text()
     assert "candidate" in html
     assert "@import" not in html
     assert "url(" not in html

@@ -151,7 +151,7 @@ def check_figures(load: OpenLoop, engines: EngineCounters, address: str, project
     """What the client counted, what the router recorded and published, and what the engines counted are equal."""
     num_requests, num_tokens = len(load.replies), sum(reply.num_tokens for reply in load.replies)
     assert num_tokens == NUM_TOKENS * num_requests
-    records = wait_for_records(project.storage / "live", num_requests)
+    records = wait_for_records(project.storage.join("live").path, num_requests)
     recorded = Counter(requests=len(records))
     for record in records:
         fields = {name: getattr(record, name) for name in ("output_tokens", "rounds", "drafted", "accepted")}

@@ -1,4 +1,4 @@
-"""Answers by real vLLM engines under a real Ray: multi-turn, resumed, and with engines that die on the way."""
+"""Answers by real vLLM engines under a real Ray, on S3: multi-turn, resumed, and with engines that die on the way."""
 
 import json
 import os
@@ -25,7 +25,9 @@ from components.rows import TooManyRowsLost
 from components.stage import Outcome
 from components.storage import Location
 from components.target.chat import load_tokenizer, render
+from tests.conftest import new_bucket
 from tests.engines import CPU_ENGINE_ENV
+from tests.files import stamps
 from tests.tiny import EOS, SWITCH, add_switch, make_tiny_llama
 
 MAX_NEW_TOKENS = 16
@@ -83,9 +85,9 @@ def make_prompts() -> list[Prompt]:
 class Run:
     """Answers the prompts into one folder, as often as asked."""
 
-    def __init__(self, folder: Path, target: Path) -> None:
+    def __init__(self, folder: str, target: Path) -> None:
         self.target = target
-        self.prompts, self.output = Location(str(folder / "prompts")), Location(str(folder / "responses"))
+        self.prompts, self.output = Location(folder).join("prompts"), Location(folder).join("responses")
         self.settings = Settings.model_validate(
             {
                 "target": {"dtype": "float32", "max_model_len": 256, "chat_template_kwargs": SWITCH},
@@ -110,18 +112,23 @@ class Run:
         names = part_names(self.output)
         return [row for name in names for row in read_columns(self.output.join(name), None).to_pylist()]
 
-    def stamps(self) -> dict[str, tuple[int, bytes]]:
-        paths = {name: self.output.join(name).path for name in part_names(self.output)}
-        return {name: (path.stat().st_mtime_ns, path.read_bytes()) for name, path in paths.items()}
+    def sums(self) -> dict[str, str]:
+        return {name: self.output.join(name).sha256() for name in part_names(self.output)}
+
+    def stamps(self) -> dict[str, tuple[int, int]]:
+        """Of the finished parts."""
+        written = stamps(self.output)
+        return {name: written[name] for name in part_names(self.output)}
 
 
 @pytest.fixture(scope="module")
-def finished(ray_cluster, ending_target, tmp_path_factory) -> tuple[Run, Outcome]:
+def finished(ray_cluster, ending_target, s3_server) -> Iterator[tuple[Run, Outcome]]:
     """A run whose engine died at the seventh answer, and again at every try of one turn."""
-    run = Run(tmp_path_factory.mktemp("run"), ending_target)
-    outcome = run.answer(DyingWorker)
-    assert run.output.join("_died").exists()
-    return run, outcome
+    with new_bucket(s3_server) as bucket:
+        run = Run(bucket, ending_target)
+        outcome = run.answer(DyingWorker)
+        assert run.output.join("_died").exists()
+        yield run, outcome
 
 
 def test_every_turn_is_answered_once_though_engines_died(finished):
@@ -163,7 +170,7 @@ def test_answers_cut_by_their_length_are_counted(finished):
 @pytest.fixture(scope="module")
 def here(ending_target, tmp_path_factory) -> Iterator[Callable[..., list[tuple[list[dict], PartAccount]]]]:
     """Answers in this process, of one engine: `here(prompts a part, **data)` gives the rows and the account of each part."""
-    run = Run(tmp_path_factory.mktemp("here"), ending_target)
+    run = Run(str(tmp_path_factory.mktemp("here")), ending_target)
     kwargs, engines, files = response_engine_kwargs(run.settings, str(ending_target)), [], count()
 
     def answer(size: int, **data) -> list[tuple[list[dict], PartAccount]]:
@@ -211,7 +218,7 @@ def test_what_is_drawn_depends_on_the_turn_and_not_on_what_is_answered_beside_it
 @pytest.mark.parametrize(("finish_reason", "token_ids"), [("abort", [40, 41]), ("error", []), ("stop", [])])
 def test_an_answer_that_is_none_fails_its_turn_and_those_after_it(ending_target, tmp_path, finish_reason, token_ids):
     """vLLM's own outputs, which its engine makes of aborted requests only, handed to the worker without an engine."""
-    run = Run(tmp_path, ending_target)
+    run = Run(str(tmp_path), ending_target)
     kwargs = response_engine_kwargs(run.settings, str(ending_target))
     write_prompts(run.prompts, make_prompts()[:2], {"k00": "train", "k01": "train"})
     worker = AnswerWorker(run.output, lambda done: None, run.prompts, str(ending_target), kwargs, run.settings.data)
@@ -274,11 +281,11 @@ def test_too_many_lost_rows_fail_with_the_table(finished):
 def test_a_deleted_part_is_made_again_and_no_other(finished):
     """The cut is that of the first run, whatever `rows_per_shard` says now."""
     run, outcome = finished
-    before, rows = run.stamps(), run.rows()
+    before, rows, sums = run.stamps(), run.rows(), run.sums()
     run.output.join("part-00001.parquet").delete()
     assert run.answer(rows_per_shard=3) == outcome
     after = run.stamps()
     assert after.keys() == before.keys()
-    assert [name for name in before if after[name][0] != before[name][0]] == ["part-00001.parquet"]
-    assert [name for name in before if after[name][1] != before[name][1]] == []
+    assert [name for name in before if after[name] != before[name]] == ["part-00001.parquet"]
+    assert run.sums() == sums
     assert run.rows() == rows
