@@ -12,8 +12,8 @@ export RAY_PORT ?= 6379
 export RAY_DASHBOARD_PORT ?= 8265
 export MLFLOW_PORT ?= 5000
 export RAY_NUM_CPUS ?= 8
-# Processes of `make test`, each with a Ray and servers of its own; 0: this one. Two cores are full with one: two processes took as long.
-TEST_WORKERS ?= 0
+# Processes of `make test`, each with a Ray and servers of its own (about 5 GB); 0: one that shows what tests print.
+TEST_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -51,7 +51,7 @@ status: ## Say what runs and where
 	@$(BIN)/python -m clusters.local status
 
 test: env ## The whole test suite (ARGS="-k head" narrows it)
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: types ## Style, formatting and types
 	@$(BIN)/ruff check .

@@ -22,6 +22,12 @@ from tests.tiny import make_permutation_llama, make_tiny_llama
 
 PROJECT_ROOT = Path(__file__).parent.parent
 SERVER_START_TIMEOUT_S = 120.0
+LONGEST = PROJECT_ROOT / "tests" / "pipelines"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of whole jobs first, which take minutes each: with several processes none of them is left over at the end."""
+    items.sort(key=lambda item: LONGEST not in item.path.parents)
 
 
 @pytest.fixture(scope="session")
