@@ -49,38 +49,44 @@ def row_messages(row: dict[str, Any]) -> list[Message]:
     An assistant message may hold `tool_calls` (arguments as an object) and then `reasoning_content`, a tool message
     `tool_call_id` and `name`.
     Shapes in the order in which they are looked for: `turns` (user turns; the system turn may stand in `messages`),
-    `messages`, `conversations`, `conversation`, `prompt` as a list; then `instruction` or `prompt` as text, joined by a
-    blank line with `input` or `context`, after the `history` of pairs (question, answer). A `system` or `system_prompt` beside any of
-    them comes first.
+    `messages`, `conversations`, `conversation`, `prompt` as a list; then `instruction` and `prompt` as text, joined by
+    blank lines with `input` and `context`, after the `history` of pairs (question, answer). A prompt that has the
+    instruction on lines of its own was rendered from it, often with the answer, and is left out. `system` and
+    `system_prompt` beside any of them come first. A null is a key that the row lacks.
 
     Raises:
         RowError: no such key, or a message that cannot be used.
     """
-    system = row.get("system", row.get("system_prompt"))
-    if system is not None and not isinstance(system, str):
-        raise RowError(Reason.CONTENT_NOT_TEXT, f"the system prompt is a {type(system).__name__}")
-    leading = [{"role": "system", "content": system}] if system is not None else []
+    systems = _given(row, "system", "system_prompt")
+    for system in systems:
+        if not isinstance(system, str):
+            raise RowError(Reason.CONTENT_NOT_TEXT, f"the system prompt is a {type(system).__name__}")
+    leading = [{"role": "system", "content": system} for system in systems]
     return [_message(raw) for raw in leading + _raw_messages(row)]
 
 
 def row_tools(row: dict[str, Any]) -> list[Message] | None:
-    """The tools of a row as a list of `{"type": "function", "function": {...}}`, or None.
+    """The tools and functions of a row, each once, as a list of `{"type": "function", "function": {...}}`, or None.
 
     They may stand there as a list, as one object or as JSON text, whole or item by item.
 
     Raises:
         RowError: something else stands there.
     """
-    raw = _decoded(row.get("tools", row.get("functions")), Reason.BAD_TOOLS)
-    if not raw:
-        return None
-    tools = [_decoded(tool, Reason.BAD_TOOLS) for tool in (raw if isinstance(raw, list) else [raw])]
+    fields = [field for raw in _given(row, "tools", "functions") if (field := _decoded(raw, Reason.BAD_TOOLS))]
+    raw_tools = [tool for field in fields for tool in (field if isinstance(field, list) else [field])]
+    tools = [_decoded(tool, Reason.BAD_TOOLS) for tool in raw_tools]
     wrapped = [{"type": "function", "function": t} if isinstance(t, dict) and "name" in t else t for t in tools]
     for tool in wrapped:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowError(Reason.BAD_TOOLS, "a tool without a function or its name")
-    return wrapped
+    return [tool for i, tool in enumerate(wrapped) if tool not in wrapped[:i]] or None
+
+
+def _given(row: dict[str, Any], *keys: str) -> list[Any]:
+    """What the row holds under these keys. Rows written with one schema have every key that any row has, with null for what they lack."""
+    return [row[key] for key in keys if row.get(key) is not None]
 
 
 def _raw_messages(row: dict[str, Any]) -> list[Any]:
@@ -89,9 +95,10 @@ def _raw_messages(row: dict[str, Any]) -> list[Any]:
     for key in ("messages", "conversations", "conversation", "prompt"):
         if isinstance(row.get(key), list) and row[key]:
             return row[key]
-    for key in ("instruction", "prompt"):
-        if key in row and not isinstance(row[key], list):
-            return _from_history(row) + _from_instruction(row[key], row.get("input") or row.get("context") or "")
+    if tasks := [task for task in _given(row, "instruction", "prompt") if not isinstance(task, list)]:
+        # an empty list or object of another schema says nothing
+        beside = [part for part in _given(row, "input", "context") if part not in ([], {})]
+        return _from_history(row) + _from_instruction(tasks, beside)
     if any(row.get(key) == [] for key in ("turns", "messages", "conversations", "conversation", "prompt")):
         raise RowError(Reason.NO_USER_TURN, "no turn at all")
     raise RowError(Reason.UNKNOWN_SHAPE, f"keys: {', '.join(sorted(map(str, row)))[:80]}")
@@ -114,16 +121,19 @@ def _from_history(row: dict[str, Any]) -> list[Any]:
     ]
 
 
-def _from_instruction(*parts: Any) -> list[Any]:
-    if not all(isinstance(part, str) for part in parts):
-        raise RowError(Reason.CONTENT_NOT_TEXT, "instruction, prompt and input must be text")
-    return [{"role": "user", "content": "\n\n".join(part for part in parts if part.strip())}]
+def _from_instruction(tasks: list[Any], beside: list[Any]) -> list[Any]:
+    if not all(isinstance(part, str) for part in tasks + beside):
+        raise RowError(Reason.CONTENT_NOT_TEXT, "instruction, prompt, input and context must be text")
+    said = [task for task in tasks if task.strip()]
+    if len(said) == 2 and f"\n{said[0].strip()}\n" in f"\n{said[1]}\n":
+        said = said[:1]
+    return [{"role": "user", "content": "\n\n".join([*said, *(part for part in beside if part.strip())])}]
 
 
 def _message(raw: Any) -> Message:
     if not isinstance(raw, dict):
         raise RowError(Reason.BAD_MESSAGE, f"a message is a {type(raw).__name__}")
-    name = raw.get("role", raw.get("from"))
+    name = next(iter(_given(raw, "role", "from")), None)
     if not isinstance(name, str):
         raise RowError(Reason.BAD_MESSAGE, f"no role among the keys {', '.join(sorted(map(str, raw)))[:80]}")
     role = ROLES.get(name.strip().lower())

@@ -57,7 +57,7 @@ def prompts_stage(settings: Settings) -> Stage:
             "seed": data.seed,
         },
         inputs=("target",),
-        version=3,
+        version=4,
         extra=lambda: {
             "sources": _identities(data.prompts, "data.prompts"),
             "benchmarks": [

@@ -74,6 +74,37 @@ def test_input_of_an_instruction_is_kept(task, key):
     assert asked({task: "Sort the words.", key: "oak elm ash"}) == [("user", "Sort the words.\n\noak elm ash")]
 
 
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": "Sort.", "input": "oak elm", "context": "Trees."}, "Sort.\n\noak elm\n\nTrees."),
+        ({"prompt": "Sort.", "input": " ", "context": "Trees."}, "Sort.\n\nTrees."),
+        ({"prompt": "Sort.", "input": None, "context": []}, "Sort."),
+        ({"instruction": None, "prompt": "Sort."}, "Sort."),
+        ({"instruction": "Sort", "prompt": "Sort oak elm"}, "Sort\n\nSort oak elm"),
+        ({"instruction": "Sort.", "input": "oak", "prompt": "# Task\nSort.\n# Words\noak\n# Answer\n"}, "Sort.\n\noak"),
+    ],
+)
+def test_an_instruction_has_all_its_parts(row, text):
+    assert asked(row) == [("user", text)]
+
+
+def test_null_stands_for_a_key_that_the_row_lacks():
+    row = {"system": None, "system_prompt": "Be kind.", "messages": None, "tools": None}
+    turn = {"role": None, "from": "human", "content": None, "value": "Hi"}
+    found = conversation({**row, "functions": [WEATHER], "conversations": [turn]})
+    assert [(m["role"], m["content"]) for m in found.messages] == [("system", "Be kind."), ("user", "Hi")]
+    assert found.tools == [{"type": "function", "function": WEATHER}]
+
+
+def test_what_stands_under_two_names_is_all_there():
+    assert (
+        asked({"system": "Be kind.", "system_prompt": "Use rhymes.", "prompt": "Hi"})[0][1] == "Be kind.\n\nUse rhymes."
+    )
+    found = conversation({"prompt": "Hi", "tools": [WEATHER], "functions": [WEATHER, {"name": "now"}]}).tools
+    assert [tool["function"]["name"] for tool in found] == ["weather", "now"]
+
+
 def test_turns_are_user_turns_and_keep_the_system_turn_beside_them():
     row = {"turns": ["First?", "Second?"], **said(("system", "Be terse."), ("user", "First?"))}
     assert asked(row) == [("system", "Be terse."), ("user", "First?"), ("user", "Second?")]
@@ -253,6 +284,8 @@ def test_bad_tools(tools):
         ({"messages": [{"role": "user", "content": 5}]}, Reason.CONTENT_NOT_TEXT),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, Reason.CONTENT_NOT_TEXT),
         ({"prompt": 5}, Reason.CONTENT_NOT_TEXT),
+        ({"prompt": "Double it.", "input": 0}, Reason.CONTENT_NOT_TEXT),
+        ({"instruction": None, "prompt": None}, Reason.UNKNOWN_SHAPE),
         ({"prompt": "Half a smile \ud83d"}, Reason.LONE_SURROGATE),
         ({"prompt": "Hi", "task": "\udc00"}, Reason.LONE_SURROGATE),
         ({"prompt": "Hi", "tools": '[{"name": "\\ud83d"}]'}, Reason.LONE_SURROGATE),
