@@ -29,7 +29,7 @@ class RawRow:
 
 
 def data_files(source: str) -> list[Path]:
-    """The data files that `source` names: itself, or all below it, hidden ones left out, in the order of their paths.
+    """The data files that `source` names: itself, or all below it and what is linked there, hidden ones left out, in the order of their paths.
 
     Raises:
         ConfigError: nothing there, a folder without data files, or a file of another kind.
@@ -61,13 +61,32 @@ def read_rows(path: Path, source: str) -> Iterator[RawRow]:
         raise ConfigError("data.prompts", f"cannot read {source} ({text})", "replace or leave out the file") from None
 
 
+def other_files(folder: Path) -> list[str]:
+    """The files below a folder that are no data files, by their paths in it: hidden ones left out."""
+    return [path.relative_to(folder).as_posix() for path in sorted(_visible_below(folder)) if not _is_data(path)]
+
+
 def _files_below(root: Path) -> list[Path]:
-    below = sorted(path.relative_to(root) for path in root.rglob("*"))
-    visible = [path for path in below if not any(part.startswith(".") for part in path.parts)]
-    files = [root / path for path in visible if path.suffix.lower() in SUFFIXES and (root / path).is_file()]
+    files = sorted(filter(_is_data, _visible_below(root)))
     if not files:
         raise ConfigError("data.prompts", f"{root} holds no data file", f"add one of {', '.join(sorted(SUFFIXES))}")
     return files
+
+
+def _is_data(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and path.is_file()
+
+
+def _visible_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """All but folders; links to folders are followed, unless they lead back to a folder `above`."""
+    here = folder.resolve()
+    for path in folder.iterdir() if here not in above else ():
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            yield from _visible_below(path, above | {here})
+        else:
+            yield path
 
 
 def _read_jsonl(path: Path, source: str) -> Iterator[RawRow]:

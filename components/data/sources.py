@@ -4,6 +4,7 @@ Every kind ends as raw rows, each with its place, and has an identity: the sha25
 """
 
 import hashlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config import PromptSource
-from components.data.formats import SUFFIXES, RawRow, data_files, read_rows
+from components.data.formats import SUFFIXES, RawRow, data_files, other_files, read_rows
 from components.data.layouts import (
     SHORT_COMMIT,
     dataset_commit,
@@ -28,9 +29,12 @@ from components.data.layouts import (
 from components.section import ConfigError
 from components.storage import Location
 
+log = logging.getLogger("aerie")
+
 BUILTIN = "builtin"
 S3 = "s3://"
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
+MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ def read_source(source: PromptSource) -> Iterator[SourceRow]:
 
 def source_identity(source: PromptSource) -> dict[str, Any]:
     """What a source is right now; a file's name matters (it can be a family), a folder's does not.
+
+    Files of a folder that are not read are named in a warning, once a process.
 
     Raises:
         ConfigError: at `data.prompts`: nothing there.
@@ -118,12 +124,24 @@ def _copies() -> tempfile.TemporaryDirectory:
 
 
 def _local_files(source: PromptSource) -> list[Path]:
-    folder = BUILTIN_FOLDER if source.path == BUILTIN else _on_disk(source)
+    if source.path == BUILTIN:
+        return data_files(str(BUILTIN_FOLDER))
+    folder = _on_disk(source)
     if is_saved(folder):
         return saved_files(folder, source.split)
     if source.split or source.name:
         return split_files(folder, source.name, source.split, shown_name(source))
-    return data_files(str(folder))
+    files = data_files(str(folder))
+    if others := other_files(folder) if folder.is_dir() else []:
+        _warn_of_others(shown_name(source), tuple(others))
+    return files
+
+
+@cache
+def _warn_of_others(shown: str, others: tuple[str, ...]) -> None:
+    named = ", ".join(others[:MOST_NAMED]) + (", ..." if len(others) > MOST_NAMED else "")
+    kinds = ", ".join(sorted(SUFFIXES))
+    log.warning("prompts: %d files of %s are not read, as they are none of %s: %s", len(others), shown, kinds, named)
 
 
 def _read_dataset(source: PromptSource) -> Iterator[SourceRow]:

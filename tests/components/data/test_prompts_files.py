@@ -6,7 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from components.config import PromptSource
 from components.data.prompts import BadRow
+from components.data.sources import source_identity
 from components.section import ConfigError
 from tests.components.data.prompt_rows import read
 
@@ -128,6 +130,26 @@ def test_folder_reads_all_data_files_below_it_and_nothing_hidden(tmp_path):
     assert sorted(prompt.messages[0]["content"] for prompt in prompts) == ["a/one.jsonl", "b/two.json"]
     assert sorted(prompt.family for prompt in prompts) == ["one", "two"]
     assert bad == []
+
+
+def test_what_a_folder_holds_beside_its_data_files_is_named(tmp_path, caplog):
+    rows, elsewhere = tmp_path / "rows", tmp_path / "elsewhere"
+    for name in ("a.jsonl", "deep/b.jsonl.gz", "c.csv", ".hidden.csv"):
+        (rows / name).parent.mkdir(parents=True, exist_ok=True)
+        (rows / name).write_bytes(line(name))
+    elsewhere.mkdir()
+    (elsewhere / "d.jsonl").write_bytes(line("d"))
+    (rows / "linked").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(rows)
+    (rows / "gone.jsonl").symlink_to(tmp_path / "nothing.jsonl")
+    source = PromptSource(path=str(rows))
+    assert [name for name, _ in source_identity(source)["files"]] == ["a.jsonl", "d.jsonl"]
+    assert source_identity(source) == source_identity(source)
+    prompts, _ = read(rows)
+    assert sorted(prompt.messages[0]["content"] for prompt in prompts) == ["a.jsonl", "d"]
+    (warning,) = caplog.messages
+    assert f"3 files of {rows} are not read" in warning
+    assert warning.endswith("c.csv, deep/b.jsonl.gz, gone.jsonl")
 
 
 def test_family_comes_from_the_row_else_from_the_file(tmp_path):
