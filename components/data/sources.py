@@ -57,7 +57,7 @@ def read_source(source: PromptSource) -> Iterator[SourceRow]:
         yield from _read_files(data_files(str(BUILTIN_FOLDER)), BUILTIN_FOLDER, BUILTIN, None)
     elif is_saved(folder := _on_disk(source)):
         yield from (SourceRow(row, folder.name) for row in saved_rows(folder, source.split))
-    elif source.split or source.name:
+    elif _is_one_set(source, folder):
         yield from _read_split(source, folder, shown_name(source), folder.name)
     elif (files := data_files(str(folder))) == [folder]:
         yield from _read_files(files, None, shown_name(source), None)
@@ -66,7 +66,7 @@ def read_source(source: PromptSource) -> Iterator[SourceRow]:
 
 
 def source_identity(source: PromptSource) -> dict[str, Any]:
-    """What a source is right now; a file's name matters (it can be a family), a folder's does not.
+    """What a source is right now; a file's name matters (it can be a family), a folder's where it is one data set.
 
     Files of a folder that are not read are named in a warning, once a process.
 
@@ -76,6 +76,8 @@ def source_identity(source: PromptSource) -> dict[str, Any]:
     settings = source.model_dump(mode="json", exclude={"path", "revision"}, exclude_none=True)
     if source.dataset is not None:
         return settings | {"commit": dataset_commit(source)}
+    if source.path != BUILTIN and _is_one_set(source, folder := _on_disk(source)):
+        settings = {"family": folder.name} | settings
     return settings | {"files": sorted([file.name, _digest(file)] for file in _local_files(source))}
 
 
@@ -123,13 +125,18 @@ def _copies() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="aerie-prompts-")
 
 
+def _is_one_set(source: PromptSource, folder: Path) -> bool:
+    """Whether a folder is one data set, whose name is its rows' family; else each file is a family."""
+    return is_saved(folder) or bool(source.split or source.name)
+
+
 def _local_files(source: PromptSource) -> list[Path]:
     if source.path == BUILTIN:
         return data_files(str(BUILTIN_FOLDER))
     folder = _on_disk(source)
     if is_saved(folder):
         return saved_files(folder, source.split)
-    if source.split or source.name:
+    if _is_one_set(source, folder):
         return split_files(folder, source.name, source.split, shown_name(source))
     files = data_files(str(folder))
     if others := other_files(folder) if folder.is_dir() else []:

@@ -135,6 +135,18 @@ def test_identity_is_of_the_content_and_of_what_is_taken_from_it(saved, laid_out
     assert of(**talk, split="test") == before
 
 
+def test_a_folder_whose_name_is_the_family_is_another_under_another_name(saved, laid_out, tmp_path):
+    def of(folder, **keys):
+        return source_identity(PromptSource(path=str(folder), **keys))
+
+    for folder, keys in ((saved / "plain", {}), (laid_out, {"name": "talk", "split": "train"})):
+        other = tmp_path / f"not-{folder.name}"
+        other.symlink_to(folder)
+        assert {p.family for p in read(other, **keys)[0]} == {other.name}
+        assert of(other, **keys) != of(folder, **keys)
+        assert of(other, **keys, family="exam") == of(folder, **keys, family="exam")
+
+
 # the Hub's address and cache are read when huggingface_hub is imported: so a process of its own
 READ_ALL = """
 import json, sys
