@@ -92,7 +92,7 @@ class StreamConfig(Section):
 
 class DataConfig(Section):
     prompts: Annotated[PromptSources, Field(min_length=1)] = [PromptSource(path="builtin")]
-    """`builtin`, a file or folder, a source with its keys (below), or a list of these."""
+    """`builtin`, a file or folder (a relative one starts where the command is given), a source with its keys (below), or a list of these."""
     max_prompts: Count | None = None
     """Take at most this many, drawn over all sources by hash."""
     deduplicate: Annotated[Literal["exact", "near", "off"], BeforeValidator(_off)] = "exact"

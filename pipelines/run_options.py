@@ -4,14 +4,17 @@ import os
 from collections.abc import Callable
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from components.config import Settings
+from components.config import BenchmarkConfig, PromptSource, Settings
 from components.config_loading import load_settings
+from components.data.sources import BUILTIN
 from components.pipeline import Selection
 from components.section import ConfigError
+
+HasPath = TypeVar("HasPath", PromptSource, BenchmarkConfig)
 
 CODE_ROOT = Path(__file__).resolve().parent.parent
 RAY_UPLOAD_MARK = "runtime_resources"  # part of the path of a working directory that `ray job submit` uploaded
@@ -41,8 +44,8 @@ class RunOptions(NamedTuple):
         return Selection(self.first, self.until, tuple(self.forced))
 
     def settings(self) -> Settings:
-        """The settings that the options name, with an absolute place for outputs."""
-        return with_absolute_storage(load_settings(self.config, self.cluster, self.overrides))
+        """The settings that the options name, with absolute places for prompts and outputs."""
+        return with_absolute_prompts(with_absolute_storage(load_settings(self.config, self.cluster, self.overrides)))
 
 
 def with_run_options(until: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -73,6 +76,29 @@ def with_absolute_storage(settings: Settings) -> Settings:
     """The settings with the place where outputs go: a relative folder starts at the project root, never in a job's throw-away upload."""
     storage = settings.storage.model_copy(update={"uri": _absolute(settings.storage.uri)})
     return settings.model_copy(update={"storage": storage})
+
+
+def with_absolute_prompts(settings: Settings) -> Settings:
+    """The settings with all files of prompts: a relative one starts in the command's folder, also where another process reads it."""
+    data, evaluate, speed = settings.data, settings.evaluate, settings.speed
+    sources = {name: [_in_place(source) for source in getattr(data, name)] for name in ("prompts", "benchmarks")}
+    benchmarks = {name: _in_place(benchmark) for name, benchmark in evaluate.benchmarks.items()}
+    tasks = {name: _file_in_place(path) for name, path in speed.prompts.items()}
+    return settings.model_copy(
+        update={
+            "data": data.model_copy(update=sources),
+            "evaluate": evaluate.model_copy(update={"benchmarks": benchmarks}),
+            "speed": speed.model_copy(update={"prompts": tasks}),
+        }
+    )
+
+
+def _in_place(source: HasPath) -> HasPath:
+    return source if source.path is None else source.model_copy(update={"path": _file_in_place(source.path)})
+
+
+def _file_in_place(path: str) -> str:
+    return path if path == BUILTIN or "://" in path else str(Path(path).expanduser().absolute())
 
 
 def _absolute(uri: str) -> str:
