@@ -210,7 +210,10 @@ class Location:
     def _filesystem(self) -> tuple[pafs.FileSystem, str]:
         if self.is_local:
             return pafs.LocalFileSystem(), self.uri
-        return pafs.FileSystem.from_uri(self.uri)
+        bucket, _, key = self.uri.removeprefix("s3://").rstrip("/").partition("/")
+        # The key as it stands, as boto3 takes it: in pyarrow's URIs a blank is an error, `#` an end and `%20` a blank.
+        fs, root = pafs.FileSystem.from_uri(f"s3://{bucket}")
+        return fs, f"{root}/{key}".rstrip("/")
 
     def _temporary(self) -> Path:
         self.path.parent.mkdir(parents=True, exist_ok=True)

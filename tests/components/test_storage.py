@@ -49,6 +49,23 @@ def test_files_are_read_as_written(root: Location) -> None:
     assert root.files() == ["top"]
 
 
+def test_a_name_is_taken_as_it_stands(root: Location) -> None:
+    """By every way to read and to write: they are of two libraries on S3."""
+    name = "a b%20c#d?e=f&g+h é日/i~.bin"
+    for place in (root.join("x", name), root.join("y", name).join("deeper")):
+        place.write_bytes(b"one")
+        assert place.exists()
+        with place.open() as stream:
+            assert stream.read() == place.read_bytes() == b"one"
+        with place.writer() as stream:
+            stream.write(b"longer")
+        assert place.size_bytes() == 6
+    assert root.files() == [f"x/{name}", f"y/{name}/deeper"]
+    assert root.join("y").folders() == [name.partition("/")[0]]
+    root.join("y", name).delete()
+    assert root.files() == [f"x/{name}"]
+
+
 def test_of_many_creators_one_wins(root: Location) -> None:
     place, start, won = root.join("once"), threading.Barrier(8), []
 
