@@ -66,7 +66,7 @@ class Location:
 
     def read_bytes(self) -> bytes:
         """The whole file; FileNotFoundError when there is none."""
-        return b"".join(self._blocks())
+        return b"".join(self.blocks())
 
     def open(self) -> pa.NativeFile:
         """The file for reading at any place in it; FileNotFoundError when there is none."""
@@ -153,13 +153,21 @@ class Location:
         """{path below this folder: bytes} of every file, also of unfinished ones: what the folder takes."""
         return {path: info.size for path, info in self._below(recursive=True) if info.type == pafs.FileType.File}
 
+    def stamps(self) -> dict[str, tuple[int, int]]:
+        """{path: (bytes, ns of its last change)} of the finished files below this folder, or of this file as ``; empty: nothing is here."""
+        found = {path: info for path, info in self._below(recursive=True) if TEMPORARY_MARK not in path}
+        if not found:
+            fs, path = self._filesystem()
+            found = {"": fs.get_file_info(path)}
+        return {path: (info.size, info.mtime_ns) for path, info in found.items() if info.type == pafs.FileType.File}
+
     def folders(self) -> list[str]:
         """Names of the folders right in this one, sorted."""
         return sorted(path for path, info in self._below(recursive=False) if info.type == pafs.FileType.Directory)
 
     def sha256(self) -> str:
         digest = hashlib.sha256()
-        for block in self._blocks():
+        for block in self.blocks():
             digest.update(block)
         return digest.hexdigest()
 
@@ -199,7 +207,8 @@ class Location:
         for info in fs.get_file_info(pafs.FileSelector(path, allow_not_found=True, recursive=recursive)):
             yield info.path.removeprefix(base), info
 
-    def _blocks(self) -> Iterator[bytes]:
+    def blocks(self) -> Iterator[bytes]:
+        """The file in pieces, all of one moment of it; FileNotFoundError when there is none."""
         if self.is_local:
             with self.path.open("rb") as stream:
                 while block := stream.read(s3.BLOCK_BYTES):
@@ -222,7 +231,7 @@ class Location:
     def _download(self, place: "Location", sha256: str) -> None:
         digest = hashlib.sha256()
         with place.writer() as stream:
-            for block in self._blocks():
+            for block in self.blocks():
                 digest.update(block)
                 stream.write(block)
             if digest.hexdigest() != sha256:

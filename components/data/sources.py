@@ -5,7 +5,6 @@ Every kind ends as raw rows, each with its place, and has an identity: the sha25
 
 import hashlib
 import logging
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from components.config import PromptSource
 from components.data.formats import SUFFIXES, RawRow, data_files, other_files, read_rows
@@ -76,9 +77,10 @@ def source_identity(source: PromptSource) -> dict[str, Any]:
     settings = source.model_dump(mode="json", exclude={"path", "revision"}, exclude_none=True)
     if source.dataset is not None:
         return settings | {"commit": dataset_commit(source)}
-    if source.path != BUILTIN and _is_one_set(source, folder := _on_disk(source)):
+    folder = _on_disk(source)
+    if _is_one_set(source, folder):
         settings = {"family": folder.name} | settings
-    return settings | {"files": sorted([file.name, _digest(file)] for file in _local_files(source))}
+    return settings | {"files": sorted([file.name, _digest(file)] for file in _local_files(source, folder))}
 
 
 @contextmanager
@@ -96,28 +98,54 @@ def shown_name(source: PromptSource) -> str:
 
 
 def _on_disk(source: PromptSource) -> Path:
+    if source.path == BUILTIN:
+        return BUILTIN_FOLDER
     path = str(source.path)
     return _fetched(path) if path.startswith(S3) else Path(path)
 
 
-@lru_cache
 def _fetched(uri: str) -> Path:
-    """A copy of what lies at an s3:// address, an object or all below a prefix; one for as long as this process runs."""
-    there, copy = Location(uri), Path(_copies().name) / hashlib.sha256(uri.encode()).hexdigest()[:16] / Path(uri).name
+    """A copy of what lies at an s3:// address, an object or all below a prefix; another one once that has changed."""
     try:
-        names = there.files()
-        if not names and not there.exists():
-            fix = "name an existing object or the prefix of some"
-            raise ConfigError("data.prompts", f"{uri} does not exist", fix)
-        for name in names or [""]:
-            place, file = (there.join(name), copy / name) if name else (there, copy)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with place.open() as stream, file.open("wb") as target:
-                shutil.copyfileobj(stream, target)
+        stamps = Location(uri).stamps()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise _unreadable(uri, error) from None
+    if not stamps:
+        raise ConfigError("data.prompts", f"{uri} does not exist", "name an existing object or the prefix of some")
+    return _copied(uri, tuple(sorted(stamps.items())))
+
+
+@lru_cache
+def _copied(uri: str, stamps: tuple[tuple[str, tuple[int, int]], ...]) -> Path:
+    digest = hashlib.sha256(repr((uri, stamps)).encode()).hexdigest()
+    try:
+        copy = Path(_copies().name) / digest[:16] / Path(uri).name
+        for name, _ in stamps:
+            _copy(Location(uri).join(name) if name else Location(uri), copy / name)
     except OSError as error:
-        fix = "check the address, the credentials and AWS_ENDPOINT_URL"
-        raise ConfigError("data.prompts", f"{uri} cannot be read ({' '.join(str(error).split())})", fix) from None
+        problem = f"{uri} cannot be copied to {tempfile.gettempdir()} ({' '.join(str(error).split())})"
+        fix = "free some space there, or set TMPDIR to a folder that has room"
+        raise ConfigError("data.prompts", problem, fix) from None
     return copy
+
+
+def _copy(place: Location, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as target:
+        for block in _blocks(place):
+            target.write(block)
+
+
+def _blocks(place: Location) -> Iterator[bytes]:
+    try:
+        yield from place.blocks()
+    except OSError as error:
+        raise _unreadable(place.uri, error) from None
+
+
+def _unreadable(uri: str, error: Exception) -> ConfigError:
+    fix = "check the address, the credentials and AWS_ENDPOINT_URL"
+    return ConfigError("data.prompts", f"{uri} cannot be read ({' '.join(str(error).split())})", fix)
 
 
 @cache
@@ -127,13 +155,10 @@ def _copies() -> tempfile.TemporaryDirectory:
 
 def _is_one_set(source: PromptSource, folder: Path) -> bool:
     """Whether a folder is one data set, whose name is its rows' family; else each file is a family."""
-    return is_saved(folder) or bool(source.split or source.name)
+    return source.path != BUILTIN and (is_saved(folder) or bool(source.split or source.name))
 
 
-def _local_files(source: PromptSource) -> list[Path]:
-    if source.path == BUILTIN:
-        return data_files(str(BUILTIN_FOLDER))
-    folder = _on_disk(source)
+def _local_files(source: PromptSource, folder: Path) -> list[Path]:
     if is_saved(folder):
         return saved_files(folder, source.split)
     if _is_one_set(source, folder):

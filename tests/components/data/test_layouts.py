@@ -2,8 +2,10 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -264,6 +266,34 @@ def test_prompts_on_s3_are_read_like_a_folder_or_a_file(s3_bucket: str, tmp_path
     assert f"{s3_bucket}/nothing does not exist" in error_of(f"{s3_bucket}/nothing")
 
 
+def test_an_object_that_is_replaced_is_read_again(s3_bucket: str) -> None:
+    """Whoever looked before, in this process or in another: what is listed belongs to the identity at the end, or is discarded."""
+    there = Location(f"{s3_bucket}/one deep/a#1.jsonl")
+    for text in ("one", "another"):
+        there.write_bytes(json.dumps({"prompt": text}).encode())
+        for path in (there.uri, f"{s3_bucket}/one deep"):
+            assert texts(read(path)[0]) == [text]
+    identities = []
+    for text in ("one", "another", "one"):
+        there.write_bytes(json.dumps({"prompt": text}).encode())
+        identities.append(source_identity(PromptSource(path=there.uri)))
+    assert identities[0] == identities[2] != identities[1]
+
+
+def test_a_full_disk_here_is_not_s3s_doing(s3_bucket: str) -> None:
+    there = Location(f"{s3_bucket}/asked.jsonl")
+    there.write_bytes(b"x" * 70_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        error = error_of(there.uri)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"{there.uri} cannot be copied to {tempfile.gettempdir()}" in error
+    assert error.endswith("set TMPDIR to a folder that has room")
+
+
 def test_an_s3_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     assert "s3://nowhere/asked cannot be read" in error_of("s3://nowhere/asked")
+    assert "s3://no where/asked cannot be read" in error_of("s3://no where/asked")
