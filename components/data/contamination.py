@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from components.data.prompts import Prompt
+from components.data.said import Said
 from components.data.similarity import SHINGLE_WORDS, NearIndex, grams, words
 
 RUN_WORDS = 13
@@ -30,7 +31,7 @@ Turns = list[list[str]]
 
 
 def find_repeats(
-    prompts: Sequence[Prompt], evaluation: Sequence[Prompt], similarity: float, decode: Callable[[list[int]], str]
+    prompts: Sequence[Prompt], evaluation: Sequence[Prompt], similarity: float, read_ids: Callable[[list[int]], Said]
 ) -> dict[str, str]:
     """Which prompts repeat one of `evaluation`: their keys, each with how and which.
 
@@ -38,15 +39,15 @@ def find_repeats(
         prompts: Those that are trained on.
         evaluation: Those that are measured with.
         similarity: Jaccard similarity from which two prompts are alike.
-        decode: The text of a prompt that is given as ids.
+        read_ids: What a prompt that is given as ids says.
     """
     if not evaluation:
         return {}
-    index = _EvaluationIndex([(prompt, _turns(prompt, decode)) for prompt in evaluation], similarity)
-    suspects = [prompt for prompt in prompts if index.may_repeat(_turns(prompt, decode))]
-    common = Counter(run for prompt in suspects for run in index.common_runs(_turns(prompt, decode)))
+    index = _EvaluationIndex([(prompt, _turns(prompt, read_ids)) for prompt in evaluation], similarity)
+    suspects = [prompt for prompt in prompts if index.may_repeat(_turns(prompt, read_ids))]
+    common = Counter(run for prompt in suspects for run in index.common_runs(_turns(prompt, read_ids)))
     index.forget_runs({run for run, count in common.items() if count > MOST_PROMPTS_OF_A_RUN})
-    found = ((prompt.key, index.find(_turns(prompt, decode))) for prompt in suspects)
+    found = ((prompt.key, index.find(_turns(prompt, read_ids))) for prompt in suspects)
     return {key: detail for key, detail in found if detail}
 
 
@@ -101,9 +102,9 @@ class _EvaluationIndex:
         return f"{shares[most]:.0%} of the runs of {RUN_WORDS} words of {self._places[most]}"
 
 
-def _turns(prompt: Prompt, decode: Callable[[list[int]], str]) -> Turns:
+def _turns(prompt: Prompt, read_ids: Callable[[list[int]], Said]) -> Turns:
     if prompt.ids is not None:
-        return [words(decode(prompt.ids))]
+        return [words(turn) for turn in read_ids(prompt.ids).turns]
     return [words(message["content"]) for message in prompt.messages if message["role"] == "user"]
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from components.data.pretokenised import check_vocabulary
 from components.data.prompt_list import write_prompts
 from components.data.prompts import BadRow, Prompt, read_prompts
 from components.data.reasons import CHOSEN, Reason, RowError
+from components.data.said import reader_of_ids
 from components.data.selection import Selection, select_prompts, used_by_source
 from components.data.shapes import published_row
 from components.data.sources import blamed_on
@@ -79,13 +80,12 @@ def prepare_prompts(
     askable, unknown = _in_vocabulary(read, vocab_size)
     # Before anything is chosen: no cap is filled with rows that are lost afterwards, and of equal rows a usable one stays.
     shown, unshown = renderable(askable, tokenizer, template_kwargs)
-    decode: Callable[[list[int]], str] = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
     benchmarks = [
         prompt
         for setting, sources in (measured_with or {}).items()
         for prompt in _benchmark_prompts(sources, setting, vocab_size)
     ]
-    chosen = select_prompts(shown, data, benchmarks, decode)
+    chosen = select_prompts(shown, data, benchmarks, reader_of_ids(tokenizer, template_kwargs))
     lost = sorted([*bad, *unknown, *unshown, *chosen.left], key=lambda row: (row.source, row.line))
     facts = _facts(chosen.prompts, chosen.splits, chosen) | {"sources": used_by_source(read, chosen.prompts, data)}
     rows = _account(chosen.prompts, lost, chosen.over_cap)
@@ -120,7 +120,8 @@ def measured_with(settings: Settings) -> dict[str, list[PromptSource]]:
         f"evaluate.benchmarks.{name}.path": [PromptSource(path=benchmark.path)]
         for name, benchmark in settings.evaluate.benchmarks.items()
     }
-    return {"data.benchmarks": settings.data.benchmarks} | answered
+    tasks = {f"speed.prompts.{name}": [PromptSource(path=path)] for name, path in settings.speed.prompts.items()}
+    return {"data.benchmarks": settings.data.benchmarks} | answered | tasks
 
 
 def without_choices(rows: RowAccount) -> RowAccount:

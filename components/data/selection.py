@@ -15,6 +15,7 @@ from components.config import DataConfig
 from components.data.contamination import find_repeats
 from components.data.prompts import BadRow, Prompt
 from components.data.reasons import Reason
+from components.data.said import Said
 from components.data.similarity import SHINGLE_WORDS, NearIndex, grams, words
 from components.data.sources import shown_name
 from components.data.splits import Split, split_prompts
@@ -40,7 +41,7 @@ class Selection:
 
 
 def select_prompts(
-    prompts: Sequence[Prompt], data: DataConfig, benchmarks: Sequence[Prompt], decode: Callable[[list[int]], str]
+    prompts: Sequence[Prompt], data: DataConfig, benchmarks: Sequence[Prompt], read_ids: Callable[[list[int]], Said]
 ) -> Selection:
     """Choose the prompts of a run and deal them to the sides.
 
@@ -48,16 +49,16 @@ def select_prompts(
         prompts: All usable ones, in the order of their keys, equal ones numbered.
         data: The settings.
         benchmarks: Further prompts that none for training may repeat.
-        decode: The text of a prompt that is given as ids.
+        read_ids: What a prompt that is given as ids says.
     """
     chosen = Selection(list(prompts), {})
     if data.deduplicate != "off":
         _leave_out(chosen, _equal_rows(chosen.prompts, data.held_out_families), Reason.DUPLICATE)
     chosen.splits = split_prompts(chosen.prompts, data.held_out_families, data.validation_fraction)
     if data.contamination != "off":
-        _judge_repeats(chosen, data, benchmarks, decode)
+        _judge_repeats(chosen, data, benchmarks, read_ids)
     if data.deduplicate == "near":
-        _leave_out(chosen, _near_rows(chosen, data.near_similarity, decode), Reason.NEAR_DUPLICATE)
+        _leave_out(chosen, _near_rows(chosen, data.near_similarity, read_ids), Reason.NEAR_DUPLICATE)
     kept = capped(chosen.prompts, data)
     chosen.over_cap = len(chosen.prompts) - len(kept)
     chosen.prompts = sorted(kept, key=lambda prompt: prompt.key)
@@ -120,11 +121,11 @@ def _equal_rows(prompts: list[Prompt], held_out_families: list[str]) -> dict[str
 
 
 def _judge_repeats(
-    chosen: Selection, data: DataConfig, benchmarks: Sequence[Prompt], decode: Callable[[list[int]], str]
+    chosen: Selection, data: DataConfig, benchmarks: Sequence[Prompt], read_ids: Callable[[list[int]], Said]
 ) -> None:
     held_out = [prompt for prompt in chosen.prompts if chosen.splits[prompt.key] == "held_out"]
     others = [prompt for prompt in chosen.prompts if chosen.splits[prompt.key] != "held_out"]
-    repeats = find_repeats(others, [*held_out, *benchmarks], data.near_similarity, decode)
+    repeats = find_repeats(others, [*held_out, *benchmarks], data.near_similarity, read_ids)
     chosen.contaminated = len(repeats)
     if data.contamination == "drop":
         _leave_out(chosen, repeats, Reason.CONTAMINATED)
@@ -134,10 +135,10 @@ def _judge_repeats(
             log.warning("prompts: %s would give an evaluation away: %s", _place(prompt), repeats[prompt.key])
 
 
-def _near_rows(chosen: Selection, similarity: float, decode: Callable[[list[int]], str]) -> dict[str, str]:
+def _near_rows(chosen: Selection, similarity: float, read_ids: Callable[[list[int]], Said]) -> dict[str, str]:
     index, repeats = NearIndex(similarity), {}
     for prompt in sorted(chosen.prompts, key=lambda p: (SIDES.index(chosen.splits[p.key]), p.key)):
-        shingles = grams(words(_whole_text(prompt, decode)), SHINGLE_WORDS)
+        shingles = grams(words(_whole_text(prompt, read_ids)), SHINGLE_WORDS)
         if found := index.find(shingles):
             repeats[prompt.key] = f"{found[1]:.2f} like {found[0]}"
         else:
@@ -145,9 +146,9 @@ def _near_rows(chosen: Selection, similarity: float, decode: Callable[[list[int]
     return repeats
 
 
-def _whole_text(prompt: Prompt, decode: Callable[[list[int]], str]) -> str:
+def _whole_text(prompt: Prompt, read_ids: Callable[[list[int]], Said]) -> str:
     if prompt.ids is not None:
-        return decode(prompt.ids)
+        return read_ids(prompt.ids).text
     return "\n".join([*(message["content"] for message in prompt.messages), json.dumps(prompt.tools or "")])
 
 

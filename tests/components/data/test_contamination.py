@@ -6,6 +6,7 @@ import pytest
 
 from components.data.contamination import find_repeats
 from components.data.prompts import Prompt, row_key
+from components.data.said import Said
 from tests.components.data.prompt_rows import prompt, user
 
 WORDS = [f"word{i}" for i in range(400)]
@@ -15,8 +16,10 @@ def text(seed: int, length: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=length))
 
 
-def decode(ids: list[int]) -> str:
-    return " ".join(f"word{i}" for i in ids)
+def read_ids(ids: list[int]) -> Said:
+    """Of a template that says something itself."""
+    turn = " ".join(f"word{i}" for i in ids)
+    return Said(f"system You are kind. user {turn} assistant", [turn])
 
 
 def talk(*turns: str, system: str | None = None) -> Prompt:
@@ -25,7 +28,7 @@ def talk(*turns: str, system: str | None = None) -> Prompt:
 
 
 def repeats(candidate: Prompt, *evaluation: Prompt) -> str | None:
-    return find_repeats([candidate], list(evaluation), 0.8, decode).get(candidate.key)
+    return find_repeats([candidate], list(evaluation), 0.8, read_ids).get(candidate.key)
 
 
 EXAM = prompt(f"{text(1, 60)}", line=9)
@@ -71,7 +74,7 @@ def test_half_of_it_is_a_repeat_and_a_quotation_is_none():
 
 def test_other_texts_repeat_nothing():
     others = [prompt(text(seed, 60)) for seed in range(10, 40)]
-    assert find_repeats(others, [EXAM], 0.8, decode) == {}
+    assert find_repeats(others, [EXAM], 0.8, read_ids) == {}
     assert repeats(prompt("Name a lake."), prompt("Name a river.")) is None
     assert repeats(prompt("?!"), prompt("...")) is None
 
@@ -81,14 +84,14 @@ def test_the_wording_of_a_template_is_no_repeat(num_evaluation, num_training):
     template = text(5, 40)
     evaluation = [prompt(f"{template} {text(100 + i, 10)}") for i in range(num_evaluation)]
     training = [prompt(f"{template} {text(500 + i, 50)}") for i in range(num_training)]
-    assert find_repeats(training, evaluation, 0.8, decode) == {}
+    assert find_repeats(training, evaluation, 0.8, read_ids) == {}
 
 
 def test_the_same_wording_in_few_prompts_is_a_repeat():
     """What makes the test above one of counts."""
     template = text(5, 40)
     evaluation, training = [prompt(f"{template} {text(100, 10)}")], [prompt(f"{template} {text(500, 50)}")]
-    assert len(find_repeats(training, evaluation, 0.8, decode)) == 1
+    assert len(find_repeats(training, evaluation, 0.8, read_ids)) == 1
 
 
 def test_ids_are_compared_by_their_text():
@@ -98,4 +101,4 @@ def test_ids_are_compared_by_their_text():
 
 
 def test_without_an_evaluation_nothing_is_a_repeat():
-    assert find_repeats([EXAM], [], 0.8, decode) == {}
+    assert find_repeats([EXAM], [], 0.8, read_ids) == {}

@@ -7,6 +7,7 @@ import pytest
 
 from components.config import DataConfig, PromptSource
 from components.data.prompts import Prompt, row_key
+from components.data.said import Said
 from components.data.selection import Selection, select_prompts, share_out
 from tests.components.data.prompt_rows import prompt, read, user, write
 
@@ -16,7 +17,12 @@ STEM = "Write a short letter to the landlord about the broken window in the kitc
 def select(prompts: list[Prompt], benchmarks: list[Prompt] | None = None, /, **settings) -> Selection:
     each = [PromptSource(path=str(i)) for i in range(1 + max(p.origin for p in prompts))]
     data = DataConfig(**{"prompts": each, "held_out_families": [], **settings})
-    return select_prompts(prompts, data, benchmarks or [], lambda ids: " ".join(map(str, ids)))
+    return select_prompts(prompts, data, benchmarks or [], read_ids)
+
+
+def read_ids(ids: list[int]) -> Said:
+    text = " ".join(map(str, ids))
+    return Said(text, [text])
 
 
 def reasons(selection: Selection) -> dict[str, int]:

@@ -184,12 +184,15 @@ def test_what_the_evaluation_answers_is_not_trained_on(tiny_target, tmp_path):
     questions = ["How many legs have six hens?", "How deep is the sea near Peru?", "Name a lake."]
     file = write_rows(tmp_path / "asked.jsonl", [{"prompt": question} for question in questions])
     bench = write_rows(tmp_path / "gsm8k.jsonl", [{"question": questions[0].upper(), "answer": "#### 12"}])
-    settings = settings_for(file, tiny_target, f"evaluate.benchmarks.sums.path={bench}")
-    artifact, _ = run_prompts(settings, Location(f"{tmp_path}/s"))
-    assert artifact.manifest["rows"]["dropped"] == {"contaminated": 1}
-    other = settings_for(file, tiny_target, "evaluate.benchmarks.sums.path=missing.jsonl")
-    with pytest.raises(ConfigError, match=r"^evaluate\.benchmarks\.sums\.path: .*missing.jsonl does not exist"):
-        run_prompts(other, Location(f"{tmp_path}/s"))
+    timed = write_rows(tmp_path / "timed.jsonl", [{"prompt": questions[1].lower()}])
+    for named, line in ((f"evaluate.benchmarks.sums.path={bench}", 1), (f"speed.prompts.talk={timed}", 2)):
+        artifact, _ = run_prompts(settings_for(file, tiny_target, named), Location(f"{tmp_path}/s"))
+        assert artifact.manifest["rows"]["dropped"] == {"contaminated": 1}
+        (row,) = map(json.loads, artifact.join(QUARANTINE).read_bytes().splitlines())
+        assert row["line"] == line
+    for setting in ("evaluate.benchmarks.sums.path", "speed.prompts.talk"):
+        with pytest.raises(ConfigError, match=rf"^{setting}: .*missing.jsonl does not exist"):
+            run_prompts(settings_for(file, tiny_target, f"{setting}=missing.jsonl"), Location(f"{tmp_path}/s"))
 
 
 def test_the_driver_holds_no_prompts(ray_cluster, tiny_target, tmp_path):
