@@ -44,7 +44,12 @@ class Asked:
         """About how many tokens all turns have as they are asked, without answers."""
         return self.repeated_bytes // BYTES_PER_TOKEN
 
-    def scaled(self, share: float) -> "Asked":
+    def __add__(self, other: "Asked") -> "Asked":
+        return Asked(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+
+    def capped(self, most: int | None) -> "Asked":
+        """Of so many prompts at most, whichever they are; None: of all."""
+        share = 1.0 if most is None else min(1.0, most / max(1, self.prompts))
         return Asked(**{name: round(share * value) for name, value in asdict(self).items()})
 
 

@@ -30,10 +30,12 @@ class PromptsForecast(Forecast):
 
 
 def forecast_prompts(settings: Settings, known: Known, expected: Expected) -> Forecast:
-    """Rows are the turns to answer; reads the sources row by row, and leaves out what is no conversation and what is over the cap of all."""
-    rows = (row for row in scan_prompts(settings.data.prompts) if isinstance(row, Prompt))
-    asked = Asked.of(rows)
-    asked = asked.scaled(min(1.0, (settings.data.max_prompts or asked.prompts) / max(1, asked.prompts)))
+    """Rows are the turns to answer; reads the sources row by row, and leaves out what is no conversation and what is over a cap."""
+    asked = Asked()
+    for source in settings.data.prompts:
+        rows = (row for row in scan_prompts([source]) if isinstance(row, Prompt))
+        asked += Asked.of(rows).capped(source.max_prompts)
+    asked = asked.capped(settings.data.max_prompts)
     num_bytes = asked.text_bytes + asked.prompts * BYTES_PER_LINE
     return PromptsForecast(rows=asked.turns, tokens=asked.tokens, bytes=num_bytes, asked=asked)
 
