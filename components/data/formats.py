@@ -9,11 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from components.data.json_array import array_items
 from components.data.reasons import Reason, RowError
 from components.section import ConfigError
 
 JSONL_SUFFIXES = {".jsonl", ".ndjson"}
 SUFFIXES = {*JSONL_SUFFIXES, ".json", ".parquet"}
+HEAD_BYTES = 1 << 20  # in which a JSON file shows what it is
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -99,19 +101,32 @@ def _read_jsonl(path: Path, source: str) -> Iterator[RawRow]:
 
 
 def _read_json(path: Path, source: str) -> Iterator[RawRow]:
-    text = path.read_bytes().removeprefix(BYTE_ORDER_MARK)
-    value = _parse(text, is_whole=True)
-    if isinstance(value, RowError):
-        if text.lstrip().startswith(b"["):
-            # All its rows would count as one that is lost.
-            problem = f"{source} is no whole JSON array ({value.detail})"
-            raise ConfigError("data.prompts", problem, "mend, replace or leave out the file")
-        # Not one document either: JSONL under the wrong name.
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip()
+    if head.startswith(b"["):
+        yield from _read_array(path, source)
+        return
+    first, _, rest = head.partition(b"\n")
+    is_jsonl = rest.strip() and not isinstance(_parse(first, is_whole=True), RowError)
+    value = None if is_jsonl else _parse(path.read_bytes().removeprefix(BYTE_ORDER_MARK), is_whole=True)
+    if is_jsonl or isinstance(value, RowError):
+        # Not one document: JSONL under the wrong name.
         yield from _read_jsonl(path, source)
         return
-    rows = value if isinstance(value, list) else _unwrap(value)
-    for line, row in enumerate(rows, start=1):
+    for line, row in enumerate(_unwrap(value), start=1):
         yield RawRow(source, line, row)
+
+
+def _read_array(path: Path, source: str) -> Iterator[RawRow]:
+    line = 0
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for line, row in enumerate(array_items(file), start=1):
+                yield RawRow(source, line, row)
+    except (ValueError, RecursionError) as error:
+        # As one bad row, all those after it would count as one that is lost.
+        problem = f"{source} is no whole JSON array (after {line} rows: {getattr(error, 'msg', error)})"
+        raise ConfigError("data.prompts", problem, "mend, replace or leave out the file") from None
 
 
 def _read_parquet(path: Path, source: str) -> Iterator[RawRow]:

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from components.config import PromptSource
+from components.data.formats import read_rows
 from components.data.prompts import BadRow
 from components.data.sources import source_identity
 from components.section import ConfigError
@@ -198,6 +199,7 @@ def test_an_array_that_was_cut_off_is_refused_beside_a_good_file(tmp_path):
     (tmp_path / "good.jsonl").write_bytes(b"".join(line(f"good {i}") for i in range(50)))
     array = json.dumps([row(f"row {i}") for i in range(100)]).encode()
     (tmp_path / "cut.json").write_bytes(array[:-5])
+    assert next(read_rows(tmp_path / "cut.json", "cut.json")).value == row("row 0")  # nothing is read ahead of its turn
     with pytest.raises(ConfigError, match=r"data\.prompts: .*cut\.json is no whole JSON array.*leave out the file"):
         read(tmp_path)
 

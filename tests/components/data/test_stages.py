@@ -196,10 +196,13 @@ def test_what_the_evaluation_answers_is_not_trained_on(tiny_target, tmp_path):
 
 
 def test_the_driver_holds_no_prompts(ray_cluster, tiny_target, tmp_path):
-    """More than 130 MB of them, which are read, listed and planned for."""
+    """More than 130 MB of them, half in lines and half in a JSON array, which are read, listed and planned for."""
     paragraph = " ".join(f"word{number}" for number in range(6000))
-    file = write_rows(tmp_path / "asked.jsonl", [{"prompt": f"{number} {paragraph}"} for number in range(2600)])
-    settings = settings_for(file, tiny_target, "data.contamination=off")
+    rows = [{"prompt": f"{number} {paragraph}"} for number in range(2600)]
+    files = [write_rows(tmp_path / "asked.jsonl", rows[:1300]), tmp_path / "more.json"]
+    files[1].write_text(json.dumps(rows[1300:]))
+    del rows
+    settings = settings_for(f"[{files[0]}, {files[1]}]", tiny_target, "data.contamination=off")
     target, _ = run_stage(target_stage(settings), {}, Location(f"{tmp_path}/s"), 60)
     stage = prompts_stage(settings)
     forget_peak()
