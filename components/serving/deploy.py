@@ -66,7 +66,6 @@ def deploy(service: Service, allow_gap: bool = False, epoch: int | None = None) 
     names = {application_name(service, arm) for arm in service.arms}
     wait_until_gone(client, lambda name, status: name in names and status == "DELETING")
     live = client.get_serve_details()["applications"]
-    foreign = others(live)
     arms = arms_beside(service, live)
     steady = [arm for arm in service.arms if runs(live, application_name(service, arm))]
     before = routing_now(live)
@@ -79,9 +78,9 @@ def deploy(service: Service, allow_gap: bool = False, epoch: int | None = None) 
     wanted = with_epoch(make_routing(service, service.arms), kept)
     gone = [name for name in ours(live) if name.startswith(ARM_PREFIX) and name not in arms]
     steps = [
-        (foreign | ours(live) | rerouted(live, kept), kept, [], gone),
-        (foreign | arms | router_as_it_runs(kept, live), kept, arms, []),
-        (foreign | arms | router_as_it_runs(wanted, live), wanted, arms, []),
+        (ours(live) | rerouted(live, kept), kept, [], gone),
+        (arms | router_as_it_runs(kept, live), kept, arms, []),
+        (arms | router_as_it_runs(wanted, live), wanted, arms, []),
     ]
     seen = before
     for step, routing, awaited, leaving in steps:
@@ -181,7 +180,7 @@ def _start_successor(
             )
         log.warning("serving: no room for a second copy of the target: nobody answers until the new arms are up")
         return []
-    calm = {app: config for app, config in (others(live) | ours(live)).items() if app != name}
+    calm = {app: config for app, config in ours(live).items() if app != name}
     log.info("serving: %s starts beside what serves now", name)
     try:
         _put(client, service, calm | {name: arms[name]})

@@ -44,28 +44,32 @@ def cluster_name() -> str:
 
 def ours(live: Mapping[str, Any]) -> Applications:
     """Our applications, without those that are being removed: listed again they would come back."""
-    there = {name: a for name, a in live.items() if name.startswith(PREFIX) and a["status"] != "DELETING"}
-    return {name: application["deployed_app_config"] for name, application in there.items()}
+    return {name: config for name, config in _staying(live).items() if name.startswith(PREFIX)}
 
 
 def others(live: Mapping[str, Any]) -> Applications:
     """Applications of others; those without a configuration were not made by one and need no mention."""
-    configs = {name: a["deployed_app_config"] for name, a in live.items() if not name.startswith(PREFIX)}
-    return {name: config for name, config in configs.items() if config}
+    return {name: config for name, config in _staying(live).items() if not name.startswith(PREFIX) and config}
+
+
+def _staying(live: Mapping[str, Any]) -> Applications:
+    return {name: a["deployed_app_config"] for name, a in live.items() if a["status"] != "DELETING"}
 
 
 def listed(client: ServeSubmissionClient) -> Applications:
-    applications = client.get_serve_details()["applications"]
-    return ours(applications) | others(applications)
+    """Our applications, as Serve lists them now."""
+    return ours(client.get_serve_details()["applications"])
 
 
 def put(client: ServeSubmissionClient, host: str, port: int, applications: Applications) -> None:
+    """Makes `applications` all of ours. What others deployed or removed until this moment stays so: Serve cannot compare and set."""
+    foreign = others(client.get_serve_details()["applications"])
     client.deploy_applications(
         {
             "proxy_location": "HeadOnly",
             "http_options": {"host": host, "port": port},
             "controller_options": {"runtime_env": {"env_vars": CONTROLLER_ENV}},
-            "applications": list(applications.values()),
+            "applications": list((foreign | applications).values()),
         }
     )
 
@@ -103,7 +107,7 @@ def keep_routing(routing: Routing) -> None:
     """
     client = connect()
     details = client.get_serve_details()
-    applications = ours(details["applications"]) | others(details["applications"])
+    applications = ours(details["applications"])
     if not applications.get(ROUTER):
         raise LookupError("the router was not started by a configuration")
     applications[ROUTER] = with_routing(applications[ROUTER], routing)
