@@ -9,10 +9,13 @@ import time
 import httpx
 import pytest
 
+from components.serving import api
 from components.serving.access import SecretFile
+from components.serving.api import MAX_REQUESTS
 from components.serving.assignment import Sessions, assign
 from components.serving.ejection import FAILURES_TO_EJECT, Ejector
 from components.serving.records import decode_records
+from components.serving.router import Router
 from components.serving.routing import ArmChange, ArmState, change_arms
 from tests.components.serving.faulty import NUM_CHUNKS, SPECULATION, USAGE, Faulty
 from tests.components.serving.local import CHAT, local_router, routing_to, wait_until
@@ -185,6 +188,27 @@ def test_requests_that_no_arm_was_asked_for_are_counted_apart(admin):
     assert admin.figure("aerie_rejected_total", code="invalid_json") == 1
     assert admin.figure("aerie_rejected_total", code="no_arm") == 1
     assert admin.figure("aerie_requests_total") == 0
+
+
+def test_clients_of_a_stuck_arm_leave_room_for_operators(tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "MAX_REQUESTS", 2)
+    (tmp_path / "token").write_text(TOKEN)
+    routing = routing_to("a", "b", admin_token_file=str(tmp_path / "token"), control="a")
+    with local_router({"a": Faulty(), "b": Faulty()}, routing) as router:
+        texts = ([], [])
+        streams = [threading.Thread(target=read_into, args=(router, text, "b")) for text in texts]
+        for stream in streams:
+            stream.start()
+        wait_until(lambda: all(texts))
+        reply = router.ask(headers={"x-aerie-arm": "a"})
+        assert is_openai_error(reply, 503)
+        assert (reply.json()["error"]["code"], reply.headers["retry-after"]) == ("overloaded", "1")
+        assert router.figure("aerie_rejected_total", code="overloaded") == 1
+        assert router.client.get("/health").status_code == change(router, "kill").status_code == 200
+        for stream in streams:
+            stream.join(5)
+        assert router.ask().status_code == 200
+    assert Router.max_ongoing_requests > MAX_REQUESTS, "Serve itself lets operators in"
 
 
 def test_a_client_that_leaves_while_it_sends_is_no_fault_of_the_router(two, caplog):
