@@ -186,8 +186,8 @@ class Gateway:
             items = self._ask(app, route, body)
         except LookupError as error:
             items = NotThere(asked.arm, str(error))
-        call = Call(asked.arm, app, items, routing.first_item_timeout_s, meter.started_at)
-        self._ejector.started(asked.arm)
+        sent_at = self._ejector.started(asked.arm)
+        call = Call(asked.arm, app, items, routing.first_item_timeout_s, meter.started_at, sent_at)
         self._calls.add(call)
         return Exchange(asked, call, meter, self._ended)
 
@@ -230,10 +230,10 @@ class Gateway:
         asked, code, outcome = exchange.asked, _code(error), _outcome(error)
         self._recording.add(make_record(asked, exchange.meter, code))  # first: see `Recording`
         self._calls.discard(exchange.call)
-        if outcome in (Outcome.ANSWERED, Outcome.REFUSED):  # an arm that refuses a request is alive
-            self._ejector.succeeded(asked.arm)
+        if outcome == Outcome.ANSWERED:
+            self._ejector.succeeded(asked.arm, exchange.call.sent_at)
         elif outcome == Outcome.FAILED and _blames_arm(exchange, code):
-            self._ejector.failed(asked.arm)
+            self._ejector.failed(asked.arm, exchange.call.sent_at)
         self._metrics.ended(asked.arm, exchange.meter, outcome, code, asked.shadow)
 
 

@@ -36,6 +36,8 @@ class Call:
     timeout_s: float
     started_at: float
     """Unix time in seconds at which the request was read."""
+    sent_at: float
+    """On the clock of who ejects arms."""
     killed: bool = False
     _waiting: asyncio.Timeout | None = field(default=None, init=False)
 

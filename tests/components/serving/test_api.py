@@ -560,15 +560,29 @@ def test_a_failing_arm_is_ejected_its_sessions_move_and_come_back(tmp_path):
         assert router.client.get("/health").json()["arms"]["b"]["ejected"] is True
         now[0] = 11.0
         assert [router.ask(session=key).status_code for _ in range(2)] == [502, 200], "one request probes"
-        arms["b"].always = "good"
+        arms["b"].always = "refuse"
         now[0] = 22.0
+        assert [router.ask(session=key).status_code for _ in range(2)] == [400, 200], "a refusal brings nobody back"
+        arms["b"].always = "good"
+        now[0] = 33.0
         replies = [router.ask(session=key) for _ in range(3)]
         assert [reply.headers["x-aerie-arm"] for reply in replies] == ["b"] * 3
         assert router.figure("aerie_arm_ejected", arm="b") == 0
     records = read_records(tmp_path)
     assert {record.assigned_arm for record in records} == {"b"}, "by the weights nothing changed"
     assert {(r.arm, r.head, r.assigned_head) for r in records} == {(arm, f"{arm}-head", "b-head") for arm in "ab"}
-    assert [r.arm for r in records if not r.error] == ["a", "a", "a", "b", "b", "b"]
+    assert [r.arm for r in records if not r.error] == ["a", "a", "a", "a", "b", "b", "b"]
+
+
+def test_a_stream_that_began_before_its_arm_failed_does_not_bring_it_back(two):
+    at_b = {"x-aerie-arm": "b"}
+    with two.client.stream("POST", CHAT, json={"do": "good", "stream": True}, headers=at_b) as running:
+        for _ in range(FAILURES_TO_EJECT):
+            assert two.ask("crash", headers=at_b).status_code == 502
+        assert running.read().endswith(b"data: [DONE]\n\n")
+    assert two.client.get("/health").json()["arms"]["b"]["ejected"] is True
+    assert two.ask(headers=at_b).status_code == 200
+    assert two.client.get("/health").json()["arms"]["b"]["ejected"] is False
 
 
 def test_records_hold_figures_and_no_text(tmp_path):
