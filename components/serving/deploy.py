@@ -14,7 +14,18 @@ from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from components.section import ConfigError
 from components.serving.apps import ARM_PREFIX, ServedArm, Service, application_name, make_routing
-from components.serving.listing import PREFIX, ROUTER, Applications, connect, listed, others, ours, put, routing_of
+from components.serving.listing import (
+    PREFIX,
+    ROUTER,
+    Applications,
+    DeploymentFailed,
+    connect,
+    listed,
+    others,
+    ours,
+    put,
+    routing_of,
+)
 from components.serving.room import has_room
 from components.serving.routing import ArmState, Routing, deals_as, describe_changes, with_epoch
 from components.serving.running import (
@@ -29,7 +40,6 @@ from components.serving.running import (
     runs,
 )
 from components.serving.waiting import (
-    DeploymentFailed,
     wait_until_answering,
     wait_until_gone,
     wait_until_left,
@@ -58,7 +68,7 @@ def deploy(service: Service, allow_gap: bool = False, epoch: int | None = None) 
 
     Raises:
         ConfigError: no dashboard to talk to, the address or the route is somebody else's, or no room; then what served serves on.
-        DeploymentFailed: an arm or the router did not start; what served serves on, if only there was room.
+        DeploymentFailed: an arm or the router did not start, or Ray's dashboard went away; what served serves on, if only there was room.
         RoutingChanged: somebody else changed the traffic, before this or between two of its steps; what they did stays.
     """
     client = connect()

@@ -1,9 +1,11 @@
 """Serve's declarative configuration, which is the whole set of applications: ours change, those of others are listed again as they are."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import ray
+import requests
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.dashboard.utils import ray_address_to_api_server_url
 
@@ -21,15 +23,47 @@ CONTROLLER_ENV = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "45"}
 """Serve gives its HTTP proxy 5 s to start and then begins again: too little for a busy small machine."""
 
 
-def connect() -> ServeSubmissionClient:
+class DeploymentFailed(RuntimeError):
+    """Serve did not do what it was told; the message says why, in the replicas' own words where they have any."""
+
+
+class DashboardAway(DeploymentFailed):
+    """Ray's dashboard, which takes Serve's configuration, does not answer any more."""
+
+
+class Dashboard(ServeSubmissionClient):
+    """Serve's REST API; what goes wrong on the way is told as its own, not as that of another server that is asked meanwhile."""
+
+    def get_serve_details(self) -> dict[str, Any]:
+        with _own_errors():
+            return super().get_serve_details()
+
+    def deploy_applications(self, config: dict[str, Any]) -> None:
+        with _own_errors():
+            super().deploy_applications(config)
+
+    def delete_applications(self) -> None:
+        with _own_errors():
+            super().delete_applications()
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    try:
+        yield
+    except requests.RequestException as error:
+        raise DashboardAway(f"Ray's dashboard went away ({type(error).__name__}): repeat the command") from error
+
+
+def connect() -> Dashboard:
     """A client of the cluster that this process is connected to.
 
     Raises:
         ConfigError: the cluster has no dashboard.
     """
     try:
-        return ServeSubmissionClient(ray_address_to_api_server_url(ray.get_runtime_context().gcs_address))
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        return Dashboard(ray_address_to_api_server_url(ray.get_runtime_context().gcs_address))
+    except (ConnectionError, ValueError, RuntimeError, requests.RequestException) as error:
         raise ConfigError(
             "ray",
             f"no dashboard takes Serve's configuration ({error})",

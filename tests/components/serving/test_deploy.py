@@ -14,9 +14,8 @@ from components.section import ConfigError
 from components.serving import deploy as deploying
 from components.serving.apps import ServedArm, Service, application_name
 from components.serving.deploy import RoutingChanged, deploy, teardown
-from components.serving.listing import PREFIX, ROUTER, Applications
+from components.serving.listing import PREFIX, ROUTER, Applications, DeploymentFailed
 from components.serving.routing import ArmChange, ArmState, Routing, change_arms, kill_all_but_control
-from components.serving.waiting import DeploymentFailed
 from tests.components.serving.local import wait_until
 from tests.components.serving.serve_table import ServeTable, serve_table
 
