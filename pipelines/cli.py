@@ -19,7 +19,7 @@ from components.publishing.promotion import ChampionChanged, NothingToRollBack
 from components.rows import TooManyRowsLost
 from components.section import ConfigError
 from components.serving.claim import check_unclaimed
-from components.serving.waiting import DeploymentFailed
+from components.serving.listing import DeploymentFailed
 from components.speed.server import ServerFailed
 from components.stage import InputChanged, Stage
 from components.storage import Location

@@ -21,6 +21,7 @@ from components.lease import LeaseHeld
 from components.publishing import registry
 from components.publishing.promotion import ChampionChanged, promote, rollback
 from components.serving.deploy import RoutingChanged
+from components.serving.listing import DashboardAway
 from components.serving.stages import CHALLENGER, CHAMPION
 
 log = logging.getLogger("aerie")
@@ -129,4 +130,4 @@ def _passes(error: BaseException) -> bool:
     if isinstance(error, MlflowException):
         status = error.get_http_status_code()
         return status >= OWN_FAULT or status == TOO_MANY_REQUESTS
-    return isinstance(error, (OSError, LeaseHeld))
+    return isinstance(error, (OSError, LeaseHeld, DashboardAway))

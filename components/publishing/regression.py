@@ -26,6 +26,7 @@ from components.publishing.run_log import mlflow_errors
 from components.publishing.versions import find, measured_tag
 from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
+from components.target.engine import engine_identity
 from components.target.stages import target_path
 from components.tracking import Tracker
 from components.versions import vllm_of
@@ -124,7 +125,7 @@ def regression_stage(settings: Settings) -> Stage:
     return Stage(
         name="regression",
         run=run,
-        config={},
+        config=engine_identity(settings, settings.resources.evaluate),
         inputs=("target", "registered"),
         extra=lambda: platform_identity(settings),
         plan=lambda artifacts: "one vLLM engine, the prompts that the version was measured on",

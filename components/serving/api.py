@@ -8,15 +8,35 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from components.serving.gateway import Gateway
 from components.serving.protocol import ApiError, error_body, read_body
 from components.serving.routing import AskedChange, change_arms, kill_all_but_control
 
 MAX_CHANGE_BYTES = 10_000
+MAX_REQUESTS = 1000
+"""Of clients, at once; those that still send or read count too."""
+
+
+class Places:
+    """Lets so many requests in at once and turns the others away, so that nothing else has to queue behind them."""
+
+    def __init__(self, app: ASGIApp, num_free: int, turn_away: Callable[[], ApiError]) -> None:
+        self._app, self._num_free, self._turn_away = app, num_free, turn_away
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._num_free:
+            raise self._turn_away()
+        self._num_free -= 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_free += 1
 
 
 def make_api(gateway: Gateway) -> Starlette:
@@ -52,10 +72,13 @@ def make_api(gateway: Gateway) -> Starlette:
         yield
         gateway.close()
 
+    of_clients = [
+        Route("/chat/completions", chat, methods=["POST"]),
+        Route("/completions", completions, methods=["POST"]),
+        Route("/models", models),
+    ]
     routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/models", models),
+        Mount("/v1", routes=of_clients, middleware=[Middleware(Places, MAX_REQUESTS, gateway.turn_away)]),
         Route("/health", health),
         Route("/metrics", metrics),
         Route("/admin/arms/{arm}", change_arm, methods=["POST"]),
@@ -71,7 +94,7 @@ def make_api(gateway: Gateway) -> Starlette:
 
 
 async def _api_error(request: Request, error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status)
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -25,6 +25,7 @@ SERVED_CODE = (
     "api",
     "arm_server",
     "assignment",
+    "calls",
     "dealing",
     "delivery",
     "ejection",

@@ -79,9 +79,9 @@ class ArmServer(Delivering, LLMServer):
                 yield part if isinstance(part, str) else part.model_dump(mode="json")
 
 
-def build_arm(args: ArmArgs) -> Application:
-    """The Serve application of one arm."""
-    config = LLMConfig(
+def arm_config(args: ArmArgs) -> LLMConfig:
+    """What the replicas of an arm read."""
+    return LLMConfig(
         model_loading_config={"model_id": args.model, "model_source": args.target},
         engine_kwargs=args.engine,
         placement_group_config={"bundles": args.bundles},
@@ -98,7 +98,11 @@ def build_arm(args: ArmArgs) -> Application:
             "ray_actor_options": {"num_cpus": 0},  # the bundles count them
         },
     )
-    return build_llm_deployment(config, name_prefix="arm:", deployment_cls=ArmServer)
+
+
+def build_arm(args: ArmArgs) -> Application:
+    """The Serve application of one arm."""
+    return build_llm_deployment(arm_config(args), name_prefix="arm:", deployment_cls=ArmServer)
 
 
 def _describe(error: Exception) -> str:

@@ -14,7 +14,18 @@ from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from components.section import ConfigError
 from components.serving.apps import ARM_PREFIX, ServedArm, Service, application_name, make_routing
-from components.serving.listing import PREFIX, ROUTER, Applications, connect, listed, others, ours, put, routing_of
+from components.serving.listing import (
+    PREFIX,
+    ROUTER,
+    Applications,
+    DeploymentFailed,
+    connect,
+    listed,
+    others,
+    ours,
+    put,
+    routing_of,
+)
 from components.serving.room import has_room
 from components.serving.routing import ArmState, Routing, deals_as, describe_changes, with_epoch
 from components.serving.running import (
@@ -29,7 +40,6 @@ from components.serving.running import (
     runs,
 )
 from components.serving.waiting import (
-    DeploymentFailed,
     wait_until_answering,
     wait_until_gone,
     wait_until_left,
@@ -58,7 +68,7 @@ def deploy(service: Service, allow_gap: bool = False, epoch: int | None = None) 
 
     Raises:
         ConfigError: no dashboard to talk to, the address or the route is somebody else's, or no room; then what served serves on.
-        DeploymentFailed: an arm or the router did not start; what served serves on, if only there was room.
+        DeploymentFailed: an arm or the router did not start, or Ray's dashboard went away; what served serves on, if only there was room.
         RoutingChanged: somebody else changed the traffic, before this or between two of its steps; what they did stays.
     """
     client = connect()
@@ -66,7 +76,6 @@ def deploy(service: Service, allow_gap: bool = False, epoch: int | None = None) 
     names = {application_name(service, arm) for arm in service.arms}
     wait_until_gone(client, lambda name, status: name in names and status == "DELETING")
     live = client.get_serve_details()["applications"]
-    foreign = others(live)
     arms = arms_beside(service, live)
     steady = [arm for arm in service.arms if runs(live, application_name(service, arm))]
     before = routing_now(live)
@@ -79,9 +88,9 @@ def deploy(service: Service, allow_gap: bool = False, epoch: int | None = None) 
     wanted = with_epoch(make_routing(service, service.arms), kept)
     gone = [name for name in ours(live) if name.startswith(ARM_PREFIX) and name not in arms]
     steps = [
-        (foreign | ours(live) | rerouted(live, kept), kept, [], gone),
-        (foreign | arms | router_as_it_runs(kept, live), kept, arms, []),
-        (foreign | arms | router_as_it_runs(wanted, live), wanted, arms, []),
+        (ours(live) | rerouted(live, kept), kept, [], gone),
+        (arms | router_as_it_runs(kept, live), kept, arms, []),
+        (arms | router_as_it_runs(wanted, live), wanted, arms, []),
     ]
     seen = before
     for step, routing, awaited, leaving in steps:
@@ -181,7 +190,7 @@ def _start_successor(
             )
         log.warning("serving: no room for a second copy of the target: nobody answers until the new arms are up")
         return []
-    calm = {app: config for app, config in (others(live) | ours(live)).items() if app != name}
+    calm = {app: config for app, config in ours(live).items() if app != name}
     log.info("serving: %s starts beside what serves now", name)
     try:
         _put(client, service, calm | {name: arms[name]})

@@ -17,7 +17,8 @@ EJECTED_S = 30.0
 class Ejector:
     """An arm that fails several times in a row, or half of the time, is out for a while; then one request probes it.
 
-    A probe that fails, or never says how it went, leaves the arm out for another while.
+    A probe that fails, or never says how it went, leaves the arm out for another while. What was sent before an arm went out says nothing
+    of it any more, however it ends.
     """
 
     failures_to_eject: int = FAILURES_TO_EJECT
@@ -25,6 +26,7 @@ class Ejector:
     clock: Callable[[], float] = time.monotonic
     _failed: dict[str, deque[bool]] = field(default_factory=dict, init=False)
     """The last outcomes of each arm, the newest at the end; True for a failure."""
+    _out_since: dict[str, float] = field(default_factory=dict, init=False)
     _out_until: dict[str, float] = field(default_factory=dict, init=False)
 
     def admits(self, arm: str) -> bool:
@@ -35,30 +37,45 @@ class Ejector:
         """Whether `arm` has yet to prove that it answers again."""
         return arm in self._out_until
 
-    def started(self, arm: str) -> None:
-        """A request was sent to `arm`; if the arm was out, this is its probe and the others still stay away."""
-        if arm in self._out_until:
-            self._out_until[arm] = self.clock() + self.ejected_s
+    def started(self, arm: str) -> float:
+        """A request was sent to `arm`; if the arm was out, this is its probe and the others still stay away.
 
-    def succeeded(self, arm: str) -> None:
+        Returns:
+            When, on the ejector's clock: for `succeeded` and `failed`.
+        """
+        now = self.clock()
+        if arm in self._out_until:
+            self._out_until[arm] = now + self.ejected_s
+        return now
+
+    def succeeded(self, arm: str, sent_at: float) -> None:
+        """A request that was sent then was answered. A refusal is no success: the engine may not have heard of the request."""
+        if self._is_stale(arm, sent_at):
+            return
         if arm in self._out_until:  # back: what was before its ejection counts no more
-            self._failed.pop(arm, None)
-            del self._out_until[arm]
+            self.forget(arm)
         self._outcomes(arm).append(False)
 
-    def failed(self, arm: str) -> None:
+    def failed(self, arm: str, sent_at: float) -> None:
+        if self._is_stale(arm, sent_at):
+            return
         outcomes = self._outcomes(arm)
         outcomes.append(True)
         last = list(outcomes)[-self.failures_to_eject :]
         in_a_row = len(last) == self.failures_to_eject and all(last)
         too_often = len(outcomes) == WINDOW and sum(outcomes) >= WINDOW // 2
         if in_a_row or too_often or arm in self._out_until:
-            self._out_until[arm] = self.clock() + self.ejected_s
+            self._out_since[arm] = self.clock()
+            self._out_until[arm] = self._out_since[arm] + self.ejected_s
 
     def forget(self, arm: str) -> None:
-        """Another engine answers under this name from now on."""
+        """As if nothing had failed: another engine answers under this name from now on, or the arm is back."""
         self._failed.pop(arm, None)
+        self._out_since.pop(arm, None)
         self._out_until.pop(arm, None)
+
+    def _is_stale(self, arm: str, sent_at: float) -> bool:
+        return arm in self._out_since and sent_at < self._out_since[arm]
 
     def _outcomes(self, arm: str) -> deque[bool]:
         return self._failed.setdefault(arm, deque(maxlen=WINDOW))

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import math
-from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,11 +12,12 @@ from starlette.responses import Response
 
 from components.serving.access import SecretFile, check_bearer
 from components.serving.assignment import Sessions
+from components.serving.calls import Calls
 from components.serving.dealing import Dealer
 from components.serving.ejection import Ejector
 from components.serving.exchange import EMPTY_ANSWER, Asked, Exchange, make_record
 from components.serving.meter import Meter
-from components.serving.metrics import NO_ARM, Metrics, Outcome
+from components.serving.metrics import NO_ARM, OVERLOADED, Metrics, Outcome
 from components.serving.protocol import CLIENT_CLOSED, ApiError, parse_body, read_body, upstream_body
 from components.serving.recording import Recording
 from components.serving.routing import ArmState, Routing, check_epoch, describe_arms, describe_changes, follows
@@ -27,6 +27,7 @@ log = logging.getLogger("ray.serve")
 
 MAX_SHADOWED = 32
 """Copies that run at once on one shadow; more would queue up without an end behind a slow one."""
+RETRY_AFTER_S = 1
 
 Ask = Callable[[str, str, dict[str, Any]], Upstream]
 """(application, route, body) -> the arm's items."""
@@ -45,7 +46,7 @@ class Gateway:
         self._api_keys: SecretFile | None = None
         self._admin_token: SecretFile | None = None
         self._recording = Recording(self._oldest_running, self._metrics.lost.inc)
-        self._running: defaultdict[str, set[Call]] = defaultdict(set)
+        self._calls = Calls()
         self._beside: set[asyncio.Task[None]] = set()
         """Copies to shadows, and words to Serve."""
         self._changing = asyncio.Lock()
@@ -84,8 +85,7 @@ class Gateway:
         for name, arm in routing.arms.items():
             if before is not None and name in before.arms and before.arms[name].app != arm.app:
                 self._ejector.forget(name)  # what failed under this name was another engine
-        for call in [call for calls in self._running.values() for call in calls if _is_killed(routing, call)]:
-            call.kill()
+        self._calls.cut_off_killed(routing)
 
     def close(self) -> None:
         """Writes what is left of the records."""
@@ -102,6 +102,11 @@ class Gateway:
         except ApiError as error:
             self._metrics.rejected(error.code)
             raise
+
+    def turn_away(self) -> ApiError:
+        """What to tell one request more than may be here at once; counted."""
+        self._metrics.rejected(OVERLOADED)
+        return ApiError(503, "too many requests run at once: ask again later", OVERLOADED, retry_after_s=RETRY_AFTER_S)
 
     async def _answer(self, request: Request, route: str) -> Response:
         routing = self.live()
@@ -129,14 +134,14 @@ class Gateway:
             "status": "ok",
             "weight_epoch": routing.weight_epoch,
             "arms": describe_arms(routing, out, sessions),
-            "leaving": self._leaving(routing),
+            "leaving": self._calls.num_leaving(routing),
             "oldest_running_at": self._oldest_running_at(),
         }
 
     def metrics(self) -> bytes:
         for name in self._routing.arms if self._routing else ():
             self._metrics.ejected.labels(name).set(self._ejector.is_out(name))
-            self._metrics.running.labels(name).set(len(self._running[name]))
+            self._metrics.running.labels(name).set(self._calls.num_on(name))
         return self._metrics.text()
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
@@ -181,16 +186,10 @@ class Gateway:
             items = self._ask(app, route, body)
         except LookupError as error:
             items = NotThere(asked.arm, str(error))
-        call = Call(asked.arm, app, items, routing.first_item_timeout_s, meter.started_at)
-        self._ejector.started(asked.arm)
-        self._running[asked.arm].add(call)
+        sent_at = self._ejector.started(asked.arm)
+        call = Call(asked.arm, app, items, routing.first_item_timeout_s, meter.started_at, sent_at)
+        self._calls.add(call)
         return Exchange(asked, call, meter, self._ended)
-
-    def _leaving(self, routing: Routing) -> dict[str, int]:
-        """Requests that run, by application that no arm names any more."""
-        named = {arm.app for arm in routing.arms.values()}
-        running = Counter(call.app for calls in self._running.values() for call in calls)
-        return {app: num for app, num in running.items() if app not in named}
 
     def _oldest_running_at(self) -> float | None:
         """Unix time in seconds at which the oldest request began that runs now (shadows' copies aside) or whose record is still to be
@@ -199,14 +198,11 @@ class Gateway:
         return None if oldest == math.inf else oldest
 
     def _oldest_running(self) -> float:
-        """Start of the oldest request that runs in this process; infinite without one. Any thread may ask."""
-        shadows = self._routing.shadows if self._routing else []
-        calls = [call for arm, on_arm in list(self._running.items()) if arm not in shadows for call in list(on_arm)]
-        return min((call.started_at for call in calls), default=math.inf)
+        return self._calls.oldest_start(self._routing.shadows if self._routing else [])
 
     def _copy_to_shadows(self, routing: Routing, asked: Asked, route: str, body: dict[str, Any]) -> None:
         for arm in routing.shadows:
-            if len(self._running[arm]) >= MAX_SHADOWED or not self._ejector.admits(arm):
+            if self._calls.num_on(arm) >= MAX_SHADOWED or not self._ejector.admits(arm):
                 self._metrics.dropped(arm)
                 continue
             copy = replace(asked, arm=arm, head=routing.arms[arm].head, shadow=True)
@@ -233,20 +229,12 @@ class Gateway:
     def _ended(self, exchange: Exchange, error: ApiError | str | None) -> None:
         asked, code, outcome = exchange.asked, _code(error), _outcome(error)
         self._recording.add(make_record(asked, exchange.meter, code))  # first: see `Recording`
-        self._running[asked.arm].discard(exchange.call)
-        if outcome in (Outcome.ANSWERED, Outcome.REFUSED):  # an arm that refuses a request is alive
-            self._ejector.succeeded(asked.arm)
+        self._calls.discard(exchange.call)
+        if outcome == Outcome.ANSWERED:
+            self._ejector.succeeded(asked.arm, exchange.call.sent_at)
         elif outcome == Outcome.FAILED and _blames_arm(exchange, code):
-            self._ejector.failed(asked.arm)
+            self._ejector.failed(asked.arm, exchange.call.sent_at)
         self._metrics.ended(asked.arm, exchange.meter, outcome, code, asked.shadow)
-
-
-def _is_killed(routing: Routing, call: Call) -> bool:
-    """Whether the engine that the call runs on is that of a killed arm, whatever the arm was called when it was asked."""
-    named = routing.arms.get(call.arm)
-    if named is not None and named.app == call.app:
-        return named.state == ArmState.KILLED
-    return any(arm.app == call.app and arm.state == ArmState.KILLED for arm in routing.arms.values())
 
 
 def _code(error: ApiError | str | None) -> str | None:

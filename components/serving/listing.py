@@ -1,9 +1,11 @@
 """Serve's declarative configuration, which is the whole set of applications: ours change, those of others are listed again as they are."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import ray
+import requests
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.dashboard.utils import ray_address_to_api_server_url
 
@@ -21,15 +23,47 @@ CONTROLLER_ENV = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "45"}
 """Serve gives its HTTP proxy 5 s to start and then begins again: too little for a busy small machine."""
 
 
-def connect() -> ServeSubmissionClient:
+class DeploymentFailed(RuntimeError):
+    """Serve did not do what it was told; the message says why, in the replicas' own words where they have any."""
+
+
+class DashboardAway(DeploymentFailed):
+    """Ray's dashboard, which takes Serve's configuration, does not answer any more."""
+
+
+class Dashboard(ServeSubmissionClient):
+    """Serve's REST API; what goes wrong on the way is told as its own, not as that of another server that is asked meanwhile."""
+
+    def get_serve_details(self) -> dict[str, Any]:
+        with _own_errors():
+            return super().get_serve_details()
+
+    def deploy_applications(self, config: dict[str, Any]) -> None:
+        with _own_errors():
+            super().deploy_applications(config)
+
+    def delete_applications(self) -> None:
+        with _own_errors():
+            super().delete_applications()
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    try:
+        yield
+    except requests.RequestException as error:
+        raise DashboardAway(f"Ray's dashboard went away ({type(error).__name__}): repeat the command") from error
+
+
+def connect() -> Dashboard:
     """A client of the cluster that this process is connected to.
 
     Raises:
         ConfigError: the cluster has no dashboard.
     """
     try:
-        return ServeSubmissionClient(ray_address_to_api_server_url(ray.get_runtime_context().gcs_address))
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        return Dashboard(ray_address_to_api_server_url(ray.get_runtime_context().gcs_address))
+    except (ConnectionError, ValueError, RuntimeError, requests.RequestException) as error:
         raise ConfigError(
             "ray",
             f"no dashboard takes Serve's configuration ({error})",
@@ -44,28 +78,32 @@ def cluster_name() -> str:
 
 def ours(live: Mapping[str, Any]) -> Applications:
     """Our applications, without those that are being removed: listed again they would come back."""
-    there = {name: a for name, a in live.items() if name.startswith(PREFIX) and a["status"] != "DELETING"}
-    return {name: application["deployed_app_config"] for name, application in there.items()}
+    return {name: config for name, config in _staying(live).items() if name.startswith(PREFIX)}
 
 
 def others(live: Mapping[str, Any]) -> Applications:
     """Applications of others; those without a configuration were not made by one and need no mention."""
-    configs = {name: a["deployed_app_config"] for name, a in live.items() if not name.startswith(PREFIX)}
-    return {name: config for name, config in configs.items() if config}
+    return {name: config for name, config in _staying(live).items() if not name.startswith(PREFIX) and config}
+
+
+def _staying(live: Mapping[str, Any]) -> Applications:
+    return {name: a["deployed_app_config"] for name, a in live.items() if a["status"] != "DELETING"}
 
 
 def listed(client: ServeSubmissionClient) -> Applications:
-    applications = client.get_serve_details()["applications"]
-    return ours(applications) | others(applications)
+    """Our applications, as Serve lists them now."""
+    return ours(client.get_serve_details()["applications"])
 
 
 def put(client: ServeSubmissionClient, host: str, port: int, applications: Applications) -> None:
+    """Makes `applications` all of ours. What others deployed or removed until this moment stays so: Serve cannot compare and set."""
+    foreign = others(client.get_serve_details()["applications"])
     client.deploy_applications(
         {
             "proxy_location": "HeadOnly",
             "http_options": {"host": host, "port": port},
             "controller_options": {"runtime_env": {"env_vars": CONTROLLER_ENV}},
-            "applications": list(applications.values()),
+            "applications": list((foreign | applications).values()),
         }
     )
 
@@ -103,7 +141,7 @@ def keep_routing(routing: Routing) -> None:
     """
     client = connect()
     details = client.get_serve_details()
-    applications = ours(details["applications"]) | others(details["applications"])
+    applications = ours(details["applications"])
     if not applications.get(ROUTER):
         raise LookupError("the router was not started by a configuration")
     applications[ROUTER] = with_routing(applications[ROUTER], routing)

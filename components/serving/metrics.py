@@ -13,6 +13,8 @@ TPOT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15,
 
 NO_ARM = "no_arm"
 """Code of a request that came while no arm took it."""
+OVERLOADED = "overloaded"
+"""Code of a request that came while too many were here."""
 
 
 class Outcome(Enum):
@@ -42,7 +44,8 @@ class Metrics:
         self._refused = counter("refused", "Requests that the arm refused as the client's mistake.")
         self._left = counter("client_closed", "Requests whose client left before the end.")
         self._rejected = Counter("aerie_rejected", "Requests that no arm was asked for.", ["code"], registry=registry)
-        self._rejected.labels(NO_ARM)  # a rate needs the zero
+        for code in (NO_ARM, OVERLOADED):
+            self._rejected.labels(code)  # a rate needs the zero
         self._shadowed = counter("shadow_requests", "Copies that a shadow took, however they ended.")
         self._shadow_errors = counter("shadow_errors", "Copies that the shadow refused, or failed at.", "code")
         self._dropped = counter("shadow_dropped", "Copies that a shadow could not take: it was too busy, or out.")

@@ -28,9 +28,17 @@ _TASK = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 class ApiError(Exception):
     """An answer with an error status."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
         self.body = error_body(status, message, code, param)
 
     @property

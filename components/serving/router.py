@@ -15,14 +15,15 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from components.serving.api import make_api
+from components.serving.api import MAX_REQUESTS, make_api
 from components.serving.delivery import Inbox
 from components.serving.gateway import Gateway
 from components.serving.listing import keep_routing
 from components.serving.routing import Routing
 from components.serving.upstream import Upstream
 
-MAX_ONGOING_REQUESTS = 1000
+MAX_ONGOING_REQUESTS = MAX_REQUESTS + 200
+"""More than clients get: operators' changes, `/health`, `/metrics` and commands never queue behind an arm that is stuck."""
 DIRECT_PATH = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

@@ -17,9 +17,15 @@ from components.serving.apps import (
     router_application,
 )
 from components.serving.cores import BIND_CORES, own_cores
-from components.serving.listing import ROUTER, Application, Applications, routing_of, with_routing
+from components.serving.listing import (
+    ROUTER,
+    Application,
+    Applications,
+    DeploymentFailed,
+    routing_of,
+    with_routing,
+)
 from components.serving.routing import ArmState, Routing
-from components.serving.waiting import DeploymentFailed
 
 FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 ROUTER_TIMEOUT_S = 60.0

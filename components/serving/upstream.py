@@ -36,6 +36,8 @@ class Call:
     timeout_s: float
     started_at: float
     """Unix time in seconds at which the request was read."""
+    sent_at: float
+    """On the clock of who ejects arms."""
     killed: bool = False
     _waiting: asyncio.Timeout | None = field(default=None, init=False)
 
@@ -69,7 +71,7 @@ class Call:
     def kill(self) -> None:
         """Ends the call: whoever waits for its next items is told so now."""
         self.killed = True
-        if self._waiting is not None:
+        if self._waiting is not None and not self._waiting.expired():  # else it is told at this moment anyway
             self._waiting.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import httpx
-import requests
 from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from components.serving.apps import Service
-from components.serving.listing import ROUTER
+from components.serving.listing import ROUTER, DeploymentFailed
 from components.serving.routing import Routing
 
 log = logging.getLogger("aerie")
@@ -27,10 +26,6 @@ REMOVE_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 120.0
 
 
-class DeploymentFailed(RuntimeError):
-    """An application did not start; the message is the one of its replicas."""
-
-
 def wait_until_running(client: ServeSubmissionClient, names: Sequence[str]) -> None:
     """Until these applications run.
 
@@ -40,10 +35,7 @@ def wait_until_running(client: ServeSubmissionClient, names: Sequence[str]) -> N
     started = said = time.monotonic()
     explained = ""
     while True:
-        try:
-            live = client.get_serve_details()["applications"]
-        except requests.ConnectionError as error:
-            raise DeploymentFailed(f"Ray's dashboard went away ({error}): repeat the command") from error
+        live = client.get_serve_details()["applications"]
         _raise_for_failure(live, names)
         waiting = [name for name in names if live.get(name, {}).get("status") != "RUNNING"]
         now = time.monotonic()

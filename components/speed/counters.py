@@ -1,7 +1,9 @@
 """What a vLLM server counts of itself: `/metrics`, read whole, and differences of two readings."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -15,6 +17,7 @@ NAMES = {
     "vllm:spec_decode_num_draft_tokens_total": "drafted",
     "vllm:spec_decode_num_accepted_tokens_total": "accepted",
 }
+ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 CACHE = "vllm:cache_config_info"
 
 
@@ -35,23 +38,29 @@ class Counters:
     """Verification rounds that had a proposal."""
     drafted: int = 0
     accepted: int = 0
+    accepted_at: tuple[int, ...] = ()
+    """accepted_at[i]: rounds that accepted at least i + 1 draft tokens; length K, empty where nothing speculates."""
 
     def __sub__(self, earlier: "Counters") -> "Counters":
         """Raises CountersReset where a counter is lower than before."""
-        values = {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
+        names = [f.name for f in fields(self) if f.name != "accepted_at"]
+        values = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        accepted_at = tuple(a - b for a, b in zip_longest(self.accepted_at, earlier.accepted_at, fillvalue=0))
         lower = [name for name, value in values.items() if value < 0]
-        if lower:
-            raise CountersReset(f"the server's counters went back: {', '.join(lower)}")
-        return Counters(**values)
+        if lower or min(accepted_at, default=0) < 0:
+            raise CountersReset(f"the server's counters went back: {', '.join(lower or ['accepted_at'])}")
+        return Counters(**values, accepted_at=accepted_at)
 
 
 def parse_counters(metrics: str) -> Counters:
     """The counters in the text of `/metrics`."""
-    sums = dict.fromkeys(NAMES.values(), 0)
+    sums, accepted_at = dict.fromkeys(NAMES.values(), 0), Counter[int]()
     for sample in _samples(metrics):
         if sample.name in NAMES:
             sums[NAMES[sample.name]] += int(sample.value)
-    return Counters(**sums)
+        elif sample.name == ACCEPTED_AT:
+            accepted_at[int(sample.labels["position"])] += int(sample.value)
+    return Counters(**sums, accepted_at=tuple(accepted_at[i] for i in sorted(accepted_at)))
 
 
 def kv_capacity_tokens(metrics: str) -> int | None:

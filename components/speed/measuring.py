@@ -101,6 +101,8 @@ def miscounted(server: Server, job: Job) -> str | None:
 def sum_replies(replies: Sequence[dict[str, Any]]) -> Counters:
     """The counters of completions, from their usage and from their own acceptance figures where they have such."""
     figures = [(reply.get("metrics") or {}).get("speculative_decoding") or {} for reply in replies]
+    histograms = [f["acceptance_histogram"] for f in figures if f]
+    histogram = [sum(counts) for counts in zip(*histograms, strict=True)]
     return Counters(
         requests=len(replies),
         prompt_tokens=sum(reply["usage"]["prompt_tokens"] for reply in replies),
@@ -108,4 +110,5 @@ def sum_replies(replies: Sequence[dict[str, Any]]) -> Counters:
         rounds=sum(f.get("num_spec_steps", 0) for f in figures),
         drafted=sum(f.get("num_draft_tokens", 0) for f in figures),
         accepted=sum(f.get("num_accepted_draft_tokens", 0) for f in figures),
+        accepted_at=tuple(sum(histogram[i:]) for i in range(1, len(histogram))),
     )

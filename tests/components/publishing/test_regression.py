@@ -7,9 +7,10 @@ from uuid import uuid4
 
 import pytest
 
+from components.config import Settings
 from components.pipeline import Pipeline, Selection
 from components.publishing.registry import VLLM_TAG, Registry
-from components.publishing.regression import is_reproduced, mark, registered_stage, sentence
+from components.publishing.regression import is_reproduced, mark, registered_stage, regression_stage, sentence
 from components.publishing.stages import incumbent_stage, registry_of
 from components.publishing.versions import list_versions
 from components.section import ConfigError
@@ -66,6 +67,15 @@ def test_within_two_percent_on_either_side_is_reproduced(changes: dict[str, Any]
     line = sentence(facts, 0.02, reproduced)
     assert "1.5000 recorded on vLLM 0.32.0" in line
     assert ("NOT within" in line) is not reproduced
+
+
+def test_an_engine_that_may_say_something_else_answers_anew() -> None:
+    plain, other, placed = (
+        regression_stage(Settings.model_validate({"resources": {"evaluate": {"engine": engine}}})).config
+        for engine in ({}, {"kv_cache_dtype": "fp8"}, {"gpu_memory_utilization": 0.5})
+    )
+    assert plain == placed
+    assert plain != other
 
 
 def test_a_version_is_stale_on_another_vllm_until_it_was_measured_there(heads: Registry) -> None:

@@ -30,6 +30,8 @@ class ServeTable:
     """The same, when a command has looked and before it configures."""
     statuses: dict[str, str] = field(default_factory=dict)
     """Of applications that are not running."""
+    listens: bool = True
+    """Whether Serve runs."""
     num_put: int = 0
     put_at: dict[int, float] = field(default_factory=dict)
     """Unix time in seconds at which each of them was in effect."""
@@ -37,7 +39,7 @@ class ServeTable:
     def get_serve_details(self) -> dict[str, Any]:
         url = self.router.client.base_url
         return {
-            "controller_info": {"actor_id": "one"},
+            "controller_info": {"actor_id": "one" if self.listens else None},
             "http_options": {"host": url.host, "port": url.port},
             "applications": {
                 name: {
@@ -54,7 +56,8 @@ class ServeTable:
         if ROUTER not in self.applications:
             self.router.restart()
         self.applications = {app["name"]: app for app in config["applications"]}
-        self.router.configure(self.routing)
+        if ROUTER in self.applications:
+            self.router.configure(self.routing)
         self.num_put += 1
         self.act_after.pop(self.num_put, lambda: None)()
         self.put_at[self.num_put] = time.time()

@@ -9,10 +9,13 @@ import time
 import httpx
 import pytest
 
+from components.serving import api
 from components.serving.access import SecretFile
+from components.serving.api import MAX_REQUESTS
 from components.serving.assignment import Sessions, assign
 from components.serving.ejection import FAILURES_TO_EJECT, Ejector
 from components.serving.records import decode_records
+from components.serving.router import Router
 from components.serving.routing import ArmChange, ArmState, change_arms
 from tests.components.serving.faulty import NUM_CHUNKS, SPECULATION, USAGE, Faulty
 from tests.components.serving.local import CHAT, local_router, routing_to, wait_until
@@ -185,6 +188,27 @@ def test_requests_that_no_arm_was_asked_for_are_counted_apart(admin):
     assert admin.figure("aerie_rejected_total", code="invalid_json") == 1
     assert admin.figure("aerie_rejected_total", code="no_arm") == 1
     assert admin.figure("aerie_requests_total") == 0
+
+
+def test_clients_of_a_stuck_arm_leave_room_for_operators(tmp_path, monkeypatch):
+    monkeypatch.setattr(api, "MAX_REQUESTS", 2)
+    (tmp_path / "token").write_text(TOKEN)
+    routing = routing_to("a", "b", admin_token_file=str(tmp_path / "token"), control="a")
+    with local_router({"a": Faulty(), "b": Faulty()}, routing) as router:
+        texts = ([], [])
+        streams = [threading.Thread(target=read_into, args=(router, text, "b")) for text in texts]
+        for stream in streams:
+            stream.start()
+        wait_until(lambda: all(texts))
+        reply = router.ask(headers={"x-aerie-arm": "a"})
+        assert is_openai_error(reply, 503)
+        assert (reply.json()["error"]["code"], reply.headers["retry-after"]) == ("overloaded", "1")
+        assert router.figure("aerie_rejected_total", code="overloaded") == 1
+        assert router.client.get("/health").status_code == change(router, "kill").status_code == 200
+        for stream in streams:
+            stream.join(5)
+        assert router.ask().status_code == 200
+    assert Router.max_ongoing_requests > MAX_REQUESTS, "Serve itself lets operators in"
 
 
 def test_a_client_that_leaves_while_it_sends_is_no_fault_of_the_router(two, caplog):
@@ -536,15 +560,29 @@ def test_a_failing_arm_is_ejected_its_sessions_move_and_come_back(tmp_path):
         assert router.client.get("/health").json()["arms"]["b"]["ejected"] is True
         now[0] = 11.0
         assert [router.ask(session=key).status_code for _ in range(2)] == [502, 200], "one request probes"
-        arms["b"].always = "good"
+        arms["b"].always = "refuse"
         now[0] = 22.0
+        assert [router.ask(session=key).status_code for _ in range(2)] == [400, 200], "a refusal brings nobody back"
+        arms["b"].always = "good"
+        now[0] = 33.0
         replies = [router.ask(session=key) for _ in range(3)]
         assert [reply.headers["x-aerie-arm"] for reply in replies] == ["b"] * 3
         assert router.figure("aerie_arm_ejected", arm="b") == 0
     records = read_records(tmp_path)
     assert {record.assigned_arm for record in records} == {"b"}, "by the weights nothing changed"
     assert {(r.arm, r.head, r.assigned_head) for r in records} == {(arm, f"{arm}-head", "b-head") for arm in "ab"}
-    assert [r.arm for r in records if not r.error] == ["a", "a", "a", "b", "b", "b"]
+    assert [r.arm for r in records if not r.error] == ["a", "a", "a", "a", "b", "b", "b"]
+
+
+def test_a_stream_that_began_before_its_arm_failed_does_not_bring_it_back(two):
+    at_b = {"x-aerie-arm": "b"}
+    with two.client.stream("POST", CHAT, json={"do": "good", "stream": True}, headers=at_b) as running:
+        for _ in range(FAILURES_TO_EJECT):
+            assert two.ask("crash", headers=at_b).status_code == 502
+        assert running.read().endswith(b"data: [DONE]\n\n")
+    assert two.client.get("/health").json()["arms"]["b"]["ejected"] is True
+    assert two.ask(headers=at_b).status_code == 200
+    assert two.client.get("/health").json()["arms"]["b"]["ejected"] is False
 
 
 def test_records_hold_figures_and_no_text(tmp_path):

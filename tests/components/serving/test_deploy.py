@@ -1,19 +1,21 @@
-"""A change of the traffic by somebody else while a deployment waits for engines: it stays, and the deployment says so."""
+"""What somebody else does while a deployment waits for engines stays: changes of the traffic, of which it says so, and Serve's other applications."""
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from components.config import Settings
 from components.evaluation.arms import head_arm
+from components.section import ConfigError
 from components.serving import deploy as deploying
 from components.serving.apps import ServedArm, Service, application_name
-from components.serving.deploy import RoutingChanged, deploy
-from components.serving.listing import ROUTER
+from components.serving.deploy import RoutingChanged, deploy, teardown
+from components.serving.listing import PREFIX, ROUTER, Applications, DeploymentFailed
 from components.serving.routing import ArmChange, ArmState, Routing, change_arms, kill_all_but_control
-from components.serving.waiting import DeploymentFailed
 from tests.components.serving.local import wait_until
 from tests.components.serving.serve_table import ServeTable, serve_table
 
@@ -28,6 +30,22 @@ def make_service(serve: ServeTable, **weights: float) -> Service:
     url = serve.router.client.base_url
     arms = [ServedArm(head_arm(name, f"/heads/{name}", 3), weight, f"v1-{name}") for name, weight in weights.items()]
     return Service(Settings.model_validate({"ab": {"host": url.host, "port": url.port}}), Path("/models/target"), arms)
+
+
+def elsewhere(service: Service) -> Service:
+    """The same, at the next port."""
+    ab = service.settings.ab
+    moved = ab.model_copy(update={"port": ab.port + 1})
+    return replace(service, settings=service.settings.model_copy(update={"ab": moved}))
+
+
+def foreign(name: str, route: str | None = None, **args: Any) -> Applications:
+    """Somebody else's application, declared as ours are."""
+    return {name: {"name": name, "route_prefix": route or f"/{name}", "import_path": "theirs:app", "args": args}}
+
+
+def of_others(serve: ServeTable) -> Applications:
+    return {name: app for name, app in serve.applications.items() if not name.startswith(PREFIX)}
 
 
 def states(routing: Routing) -> dict[str, tuple[float, str]]:
@@ -162,3 +180,59 @@ def test_a_command_waits_for_the_router_that_hears_of_anothers_change_and_then_l
     with pytest.raises(RoutingChanged, match="other killed"):
         deploy(make_service(serve, champion=0.1, other=0.9), epoch=seen)
     assert serve.num_put == num_put
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_others_deploy_change_and_remove_while_engines_start_stays_so(serve: ServeTable, step: int) -> None:
+    deploy(make_service(serve, champion=1.0))
+    serve.applications |= foreign("kept") | foreign("changed") | foreign("removed") | foreign("leaving")
+
+    def others_act() -> None:
+        serve.applications |= foreign("changed", version=2) | foreign("new")
+        del serve.applications["removed"]
+        serve.statuses["leaving"] = "DELETING"
+
+    serve.num_put, serve.act_after = 0, {step: others_act}
+    deploy(make_service(serve, challenger=1.0))
+    assert serve.num_put == 3
+    assert of_others(serve) == foreign("kept") | foreign("changed", version=2) | foreign("new")
+
+
+def test_a_successor_that_does_not_start_and_a_teardown_leave_what_others_deployed(
+    serve: ServeTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deploy(make_service(serve, champion=1.0))
+
+    def fail(service: Service, name: str) -> None:
+        serve.applications |= foreign("new")
+        raise DeploymentFailed(f"{name} does not answer")
+
+    monkeypatch.setattr(deploying, "wait_until_answering", fail)
+    with pytest.raises(DeploymentFailed, match="does not answer"):
+        deploy(make_service(serve, challenger=1.0))
+    assert of_others(serve) == foreign("new")
+    teardown()
+    assert serve.applications == foreign("new")
+
+
+def test_an_address_that_is_somebody_elses_is_refused_and_nothing_changes(serve: ServeTable) -> None:
+    service = make_service(serve, champion=1.0)
+    serve.applications |= foreign("theirs", route="/")
+    with pytest.raises(ConfigError, match="'theirs' has the route /"):
+        deploy(service)
+    serve.applications = foreign("theirs")
+    with pytest.raises(ConfigError, match=r"Serve already listens on .* for \['theirs'\]"):
+        deploy(elsewhere(service))
+    serve.applications, serve.listens = {}, False
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        deploy(service)
+    assert serve.num_put == 0
+
+
+def test_an_endpoint_that_answers_is_not_moved_to_another_port_unasked(serve: ServeTable) -> None:
+    service = make_service(serve, champion=1.0)
+    deploy(service)
+    before, num_put = serve.applications, serve.num_put
+    with pytest.raises(ConfigError, match="the endpoint is up at"):
+        deploy(elsewhere(service))
+    assert (serve.applications, serve.num_put) == (before, num_put)

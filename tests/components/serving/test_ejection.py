@@ -24,13 +24,16 @@ def ejector(clock):
 
 def fail(ejector, times):
     for _ in range(times):
-        ejector.started("a")
-        ejector.failed("a")
+        ejector.failed("a", ejector.started("a"))
+
+
+def answer(ejector):
+    ejector.succeeded("a", ejector.started("a"))
 
 
 def test_an_arm_is_out_after_failures_in_a_row_only(ejector):
     fail(ejector, 2)
-    ejector.succeeded("a")
+    answer(ejector)
     fail(ejector, 2)
     assert ejector.admits("a")
     fail(ejector, 1)
@@ -42,9 +45,9 @@ def test_one_probe_after_the_time_and_success_brings_the_arm_back(ejector, clock
     fail(ejector, 3)
     clock.now_s += 10
     assert ejector.admits("a")
-    ejector.started("a")
+    sent_at = ejector.started("a")
     assert not ejector.admits("a"), "the others wait for the probe"
-    ejector.succeeded("a")
+    ejector.succeeded("a", sent_at)
     assert ejector.admits("a")
     fail(ejector, 1)
     assert ejector.admits("a"), "the count began anew"
@@ -66,14 +69,13 @@ def test_a_probe_that_fails_or_is_abandoned_costs_another_while(ejector, clock):
 def test_an_arm_that_fails_half_of_the_time_is_out_too(ejector, clock):
     for _ in range(9):
         fail(ejector, 1)
-        ejector.succeeded("a")
+        answer(ejector)
     assert ejector.admits("a"), "too few to tell"
-    ejector.succeeded("a")
+    answer(ejector)
     fail(ejector, 1)
     assert not ejector.admits("a")
     clock.now_s += 10
-    ejector.started("a")
-    ejector.succeeded("a")
+    answer(ejector)
     fail(ejector, 1)
     assert ejector.admits("a"), "what was before its ejection counts no more"
 
@@ -82,6 +84,25 @@ def test_an_arm_that_fails_now_and_then_stays(ejector):
     for _ in range(50):
         fail(ejector, 1)
         for _ in range(3):
-            ejector.succeeded("a")
+            answer(ejector)
     assert ejector.admits("a")
+    assert not ejector.is_out("a")
+
+
+def test_what_was_sent_before_an_arm_went_out_says_nothing_of_it(ejector, clock):
+    good, bad = ejector.started("a"), ejector.started("a")
+    clock.now_s += 1
+    fail(ejector, 3)
+    ejector.succeeded("a", good)
+    assert ejector.is_out("a")
+    clock.now_s += 9
+    ejector.failed("a", bad)
+    clock.now_s += 1
+    assert ejector.admits("a"), "the failure of old kept no probe away"
+    probe = ejector.started("a")
+    clock.now_s += 1
+    fail(ejector, 1)
+    ejector.succeeded("a", probe)
+    assert ejector.is_out("a"), "another one failed after the probe was sent"
+    answer(ejector)
     assert not ejector.is_out("a")

@@ -22,10 +22,9 @@ from components.serving import room
 from components.serving.apps import ServedArm
 from components.serving.assignment import assign
 from components.serving.deploy import deploy, teardown
-from components.serving.listing import connect
+from components.serving.listing import DeploymentFailed, connect
 from components.serving.records import decode_records
 from components.serving.stages import ab_stage
-from components.serving.waiting import DeploymentFailed
 from components.stage import Output
 from components.storage import Location
 from components.target.chat import load_tokenizer, render

@@ -28,6 +28,11 @@ vllm:generation_tokens_total{{engine="0",model_name="m"}} 1.5e+03
 # TYPE vllm:spec_decode_num_drafts counter
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="m"}} 40.0
 vllm:spec_decode_num_drafts_created{{engine="0",model_name="m"}} 1.7e+09
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="0"}} {length}.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="1"}} 2.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="1",model_name="m",position="0"}} 1.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="1",model_name="m",position="1"}} 1.0
 # TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{{engine="0",{cache}}} 1.0
 """
@@ -74,8 +79,10 @@ def test_counters_are_summed_over_engines_and_never_go_back() -> None:
     cache = 'block_size="16",num_gpu_blocks="100"'
     first, second = (parse_counters(METRICS.format(length=length, cache=cache)) for length in (3, 7))
 
-    assert (first.requests, first.output_tokens, first.rounds) == (6, 1500, 40)
-    assert second - first == Counters(requests=4)
+    assert (first.requests, first.output_tokens, first.rounds, first.accepted_at) == (6, 1500, 40, (4, 3))
+    assert second - first == Counters(requests=4, accepted_at=(4, 0))
+    with pytest.raises(CountersReset, match="went back: accepted_at"):
+        replace(first, requests=second.requests) - second
     with pytest.raises(CountersReset, match="went back: requests"):
         first - second
 

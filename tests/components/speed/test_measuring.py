@@ -6,6 +6,7 @@ It has a schedule of its K, which changes nothing of how it is measured.
 import json
 import os
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -13,10 +14,10 @@ import pytest
 from components.evaluation.arms import Arm
 from components.speed.counters import Counters
 from components.speed.dynamic import dynamic_server
-from components.speed.inputs import write_inputs
+from components.speed.inputs import task_file, write_inputs
 from components.speed.loads import load_all
-from components.speed.measuring import Job, measure_server, sum_replies
-from components.speed.server import MODULE
+from components.speed.measuring import CHECKED_REQUESTS, Job, measure_server, miscounted, sum_replies
+from components.speed.server import MODULE, Server
 from components.speed.sweep import points
 from components.storage import Location
 from tests.components.evaluation.artifacts import tiny_settings
@@ -25,6 +26,12 @@ from tests.components.speed.test_inputs import held_out
 K, TOKENS = 2, 96
 FAMILIES = ["explanation", "rewriting"]
 NUM_PROMPTS = 6
+DRAFTS = {
+    "num_spec_steps": 4,
+    "num_draft_tokens": 8,
+    "num_accepted_draft_tokens": 4,
+    "acceptance_histogram": [1, 2, 1],
+}
 SERVED = dynamic_server(
     Arm("ngram", "ngram", K, options={"prompt_lookup_min": 2, "prompt_lookup_max": 3}), {1: K, 3: 1}
 )
@@ -100,9 +107,42 @@ def test_nothing_is_left_to_do_and_nothing_is_left_running(job: Job) -> None:
 
 def test_replies_are_summed_with_their_own_acceptance() -> None:
     usage = {"prompt_tokens": 5, "completion_tokens": 9}
-    drafts = {"num_spec_steps": 3, "num_draft_tokens": 6, "num_accepted_draft_tokens": 4}
-    replies = [{"usage": usage, "metrics": {"speculative_decoding": drafts}}, {"usage": usage, "metrics": None}]
+    replies = [{"usage": usage, "metrics": {"speculative_decoding": DRAFTS}}, {"usage": usage, "metrics": None}]
 
     assert sum_replies(replies) == Counters(
-        requests=2, prompt_tokens=10, output_tokens=18, rounds=3, drafted=6, accepted=4
+        requests=2, prompt_tokens=10, output_tokens=18, rounds=4, drafted=8, accepted=4, accepted_at=(3, 1)
     )
+
+
+class Asked:
+    """What `miscounted` asks: a server that counted `accepted_at` rounds by position over the replies."""
+
+    def __init__(self, *accepted_at: int) -> None:
+        counted = {
+            "request_success": CHECKED_REQUESTS,
+            "prompt_tokens": 5 * CHECKED_REQUESTS,
+            "generation_tokens": 9 * CHECKED_REQUESTS,
+            "spec_decode_num_drafts": 4 * CHECKED_REQUESTS,
+            "spec_decode_num_draft_tokens": 8 * CHECKED_REQUESTS,
+            "spec_decode_num_accepted_tokens": 4 * CHECKED_REQUESTS,
+        }
+        at = {f'spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}': n for i, n in enumerate(accepted_at)}
+        lines = {f"{name}_total": value for name, value in counted.items()} | at
+        self._texts = ["", "".join(f"vllm:{name} {value}\n" for name, value in lines.items())]
+
+    def metrics(self) -> str:
+        return self._texts.pop(0)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        usage = {"prompt_tokens": 5, "completion_tokens": 9}
+        return {"usage": usage, "metrics": {"speculative_decoding": DRAFTS}}
+
+
+def test_a_server_that_counts_otherwise_than_its_replies_is_found_out(tmp_path: Path, tiny_target: Path) -> None:
+    job = Job(tiny_settings(tiny_target), str(tiny_target), Location(str(tmp_path)), {"chat": 3})
+    task_file(job.output, "chat").write_bytes(b'{"prompt": "a", "key": "a"}\n' * 3)
+
+    assert miscounted(cast(Server, Asked(6, 2)), job) is None
+    problem = miscounted(cast(Server, Asked(5, 3)), job)  # the sums agree, not the positions
+    assert problem is not None
+    assert "accepted_at=(6, 2)), the server counted" in problem

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from components.config import Settings
+from components.evaluation.arms import Arm
 from components.section import ConfigError
+from components.speed.dynamic import SUFFIX, dynamic_server
 from components.speed.loads import LATENCIES
 from components.speed.results import PointFiles
 from components.speed.stages import arms_of, speed_stage
@@ -19,7 +21,8 @@ from tests.components.speed.loads import NUM_PROMPTS, TOKENS, make_measured
 from tests.components.speed.test_inputs import held_out
 
 SPEED = {"concurrencies": [1, 8], "num_speculative_tokens": [1, 3], "output_tokens": TOKENS}
-SECONDS = {"none": 1.0, "ngram": 0.9, "candidate": 0.5}
+BEST_NGRAM_K = {1: 3, 8: 0}
+"""By concurrency, as `seconds_of` has it."""
 
 
 @pytest.fixture
@@ -38,19 +41,31 @@ def inputs(tmp_path: Path, tiny_target: Path) -> dict[str, Artifact]:
     }
 
 
+def seconds_of(arm: Arm, concurrency: int) -> float:
+    """A token's: n-grams pay alone, the more the better, and cost time where eight run; with dynamic K they have the best of both."""
+    k = arm.num_speculative_tokens or 0
+    if arm.name == "ngram" + SUFFIX:
+        return 0.6 if concurrency == 1 else 8.0
+    if arm.name == "ngram":
+        return 0.9 - 0.1 * k if concurrency == 1 else 8.0 * (1 + 0.1 * k)
+    return {"none": 1.0, "candidate": 0.5}[arm.name] * (1 + 0.1 * k) * concurrency
+
+
 def write_points(settings: Settings, inputs: dict[str, Artifact], output: Location) -> None:
     """All points, as earlier runs would have left them; one of them without a valid answer."""
-    for served in servers(arms_of(settings, inputs), settings.speed.num_speculative_tokens):
+    arms = arms_of(settings, inputs)
+    ngram = next(arm for arm in arms if arm.name == "ngram")
+    swept = servers(arms, settings.speed.num_speculative_tokens)
+    for served in [*swept, dynamic_server(ngram, BEST_NGRAM_K)]:
         arm, k = served.arm.name, served.arm.num_speculative_tokens
         for point in points(["code_editing", "chat"], settings.speed):
             for repetition in range(settings.speed.repetitions):
                 empty = (arm, point.task, point.concurrency, k, repetition) == ("candidate", "chat", 8, 1, 1)
-                seconds = SECONDS[arm] * (1 + 0.1 * (k or 0)) * point.concurrency
                 measured = make_measured(
                     arm,
                     k,
                     point.concurrency,
-                    seconds,
+                    seconds_of(served.arm, point.concurrency),
                     task=point.task,
                     invalid="empty" if empty else None,
                     seed=repetition,
@@ -88,7 +103,7 @@ def test_finished_points_are_not_measured_again(tmp_path: Path, tiny_target: Pat
 
     facts = json.loads(output.join("speed.json").read_bytes())
     assert facts == json.loads(json.dumps(outcome.facts))
-    assert len(facts["points"]) == (1 + 2 + 2) * 2 * 2
+    assert len(facts["points"]) == (1 + 2 + 2 + 1) * 2 * 2
     row = next(r for r in facts["points"] if (r["arm"], r["num_speculative_tokens"]) == ("candidate", 3))
     assert [row[name]["p50"] for name in LATENCIES] == pytest.approx([500.0, 100.0, 200.0])
     assert facts["recommended"]["chat"]["1"]["arm"] == "candidate"
@@ -98,7 +113,11 @@ def test_finished_points_are_not_measured_again(tmp_path: Path, tiny_target: Pat
     [broken] = [r for r in facts["points"] if r["invalid"]]
     assert (broken["arm"], broken["task"], broken["invalid"]) == ("candidate", "chat", "empty")
     assert "P-EAGLE" in facts["dynamic"]["candidate"]["refused"]
-    assert facts["dynamic"]["ngram"]["refused"]
+    dynamic = facts["dynamic"]["ngram"]
+    assert (dynamic["arm"], dynamic["schedule"]) == ("ngram_dynamic", [[1, 1, 3], [2, 8, 0]])
+    assert (dynamic["against"], dynamic["wins"]) == (1, True)
+    # in units of no speculation: K=1 takes 0.8 and 1.1, the schedule 0.6 and 1.0
+    assert dynamic["gain"] == pytest.approx((0.8 + 1.1) / (0.6 + 1.0) - 1, rel=0.02)
     [(figures, step)] = reported
     assert step == 0
     assert figures["speed/candidate/k3/chat/c8/tokens_per_s"] > 0
