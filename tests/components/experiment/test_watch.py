@@ -6,7 +6,7 @@ import pytest
 from components.config import ExperimentConfig, WatchConfig
 from components.experiment.sessions import Session
 from components.experiment.watch import Acceptance, Recorded, Watch
-from tests.components.experiment.records import CHALLENGER, live_record, live_traffic
+from tests.components.experiment.records import CHALLENGER, left, live_record, live_traffic
 
 POLICY, CONFIG = ExperimentConfig(), WatchConfig(sessions=100)
 LONG_AFTER = 1e9
@@ -41,6 +41,23 @@ def test_a_time_is_compared_with_the_first_window_whatever_the_load_was_before(r
     assert alarms(loaded, reference) == []
     assert alarms([*loaded, *traffic(2, first=1000, slower=2.1)], reference) == []
     assert alarms([*loaded, *traffic(2, first=1000, slower=4.0)], reference) == ["p95 latency"]
+
+
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_a_head_that_leaves_its_clients_waiting_gives_an_alarm_in_any_window(reference, share):
+    """Also in the first one, where the times of those who stayed are what is usual, and where nobody stayed."""
+    hanging = left(np.random.default_rng(0), traffic(1), share, [CHALLENGER])
+    assert alarms(hanging, reference) == ["p95 latency"]
+    assert alarms([*traffic(2, first=-1000), *hanging], reference) == ["p95 latency"]
+
+
+@pytest.mark.parametrize(("after_s", "ttft_s"), [(0.05, None), (60.0, 0.1)], ids=["at once", "after some text"])
+def test_clients_that_leave_for_a_reason_of_their_own_are_no_alarm(reference, after_s, ttft_s):
+    leaving = [
+        left(np.random.default_rng(day), traffic(day, first=1000 * day), 0.3, [CHALLENGER], after_s, ttft_s)
+        for day in range(5)
+    ]
+    assert alarms([record for day in leaving for record in day], reference) == []
 
 
 def test_another_mix_of_tasks_is_no_drop(reference):
