@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from components.config import ExperimentConfig
+from components.experiment.acceptance import Acceptance
 from components.experiment.policy import Action, Decision
 from components.section import ConfigError
 from components.storage import Location
@@ -66,6 +67,12 @@ class Journal:
     def decision(self) -> dict[str, Any] | None:
         """What was decided, with its reasons and the figures of that moment; None while it is open."""
         return self._read(DECISION)
+
+    def acceptance(self, arm: str) -> Acceptance | None:
+        """What AL an arm had when it was decided; None where nothing was counted. Live records may be gone by then."""
+        found = (self.decision() or {}).get("acceptance", {}).get(arm)
+        kept = None if found is None else Acceptance(**found)
+        return None if kept is None or kept.pooled is None else kept
 
     def decided(self) -> Action | None:
         """The action of the decision; None while it is open."""

@@ -33,11 +33,9 @@ from components.experiment.parts import (
 )
 from components.experiment.policy import Findings, Guardrail
 from components.experiment.sequential import Plan, SequentialDifference
-from components.experiment.sessions import Ledger, Session
+from components.experiment.sessions import Ledger, Session, by_task
 from components.experiment.tally import Tally
 from components.serving.records import LiveRecord
-
-NO_TASK = ""
 
 
 @dataclass(frozen=True)
@@ -192,14 +190,6 @@ class Monitor:
         return Guardrail(
             name, challenger, control, _floats(guard.bounds(last)), limit, bool(measured), name not in MAY_BE_UNKNOWN
         )
-
-
-def by_task(session: Session) -> list[tuple[str, list[LiveRecord]]]:
-    """The session's records, task by task."""
-    tasks: dict[str, list[LiveRecord]] = {}
-    for record in session.records:
-        tasks.setdefault(record.task or NO_TASK, []).append(record)
-    return list(tasks.items())
 
 
 def _floats(bounds: Bounds) -> Bounds:

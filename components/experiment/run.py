@@ -16,7 +16,6 @@ from rich.live import Live
 
 from components.config import Settings
 from components.experiment.conduct import Show, ask_health, conduct
-from components.experiment.follow import Follower
 from components.experiment.journal import FOLDER, LEASE, Journal, Plan, describe_plan, find_journal, open_journal
 from components.experiment.monitor import Arms
 from components.experiment.outcome import act, publish_decision, roll_back, until_it_works
@@ -25,7 +24,7 @@ from components.experiment.policy import Action, Decision, Findings
 from components.experiment.recorded import recorded_acceptance
 from components.experiment.table import decision_table, findings_line, findings_table, watch_table
 from components.experiment.watch import Figure
-from components.experiment.watching import acceptance_until, watch_endpoint
+from components.experiment.watching import watch_endpoint
 from components.lease import Lease
 from components.publishing import registry
 from components.publishing.promotion import replaced_version
@@ -178,11 +177,9 @@ def tell(journal: Journal) -> None:
 
 def watch_promoted(journal: Journal, pair: Pair, heads: registry.Registry) -> None:
     """Watches the promoted head; ends after a rollback, else when it is interrupted."""
-    decision, plan, config = journal.decision(), journal.plan, pair.settings.ab.watch
+    decision, config = journal.decision(), pair.settings.ab.watch
     assert decision is not None, "it was promoted"
-    decided_at, head = float(decision["decided_at"]), pair.heads[CHALLENGER]
-    follower = Follower(pair.records, plan.started_at, pair.heads)
-    known = acceptance_until(follower.new(), CHALLENGER, journal.policy, decided_at)
+    decided_at, head, known = float(decision["decided_at"]), pair.heads[CHALLENGER], journal.acceptance(CHALLENGER)
 
     def health() -> Mapping[str, Any] | None:
         return ask_health(pair.address)

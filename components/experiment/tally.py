@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from components.experiment.acceptance import Acceptance
 from components.experiment.parts import decoding, wait_s
 from components.experiment.sessions import Session
 from components.serving.records import LiveRecord
@@ -23,8 +24,7 @@ class Tally:
     """Requests that the arm answered, or was to answer, itself."""
     errors: int = 0
     """Requests that failed, or whose client left in vain."""
-    accepted: int = 0
-    rounds: int = 0
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance("the experiment"))
     decode_s: float = 0.0
     decoded: int = 0
     begun: int = 0
@@ -48,11 +48,10 @@ class Tally:
         """A session that is over, and how many of its requests are errors."""
         self.sessions += 1
         self.errors += errors
+        self.acceptance.add(session)
         for record in session.records:
             self.requests += 1
             self.own_answers += record.arm == record.assigned_arm
-            self.accepted += record.accepted
-            self.rounds += record.rounds
             if record.error is None:
                 bisect.insort(self.times_s, record.duration_s)
         spent, decoded = decoding(session.records)
@@ -60,7 +59,7 @@ class Tally:
 
     @property
     def al(self) -> float | None:
-        return 1 + self.accepted / self.rounds if self.rounds else None
+        return self.acceptance.pooled
 
     @property
     def error_rate(self) -> float | None:

@@ -1,7 +1,8 @@
 """Is a champion still what it was?
 
 Sessions that are over fill windows of a fixed size; each window is tested once. AL is compared with the reference: with what the head had in an
-experiment or in its first window task by task, so a change in what people ask is no alarm; with what was recorded of its version as a whole.
+experiment or in its first window task by task, so a change in what people ask is no alarm (a task that it did not have then is compared with
+all of them together); with what was recorded of its version as a whole.
 A request's time is compared with the 95th percentile of the first window: a time depends on the load, which
 is another one when a head has all of the traffic. A client that left with nothing to read, after the 95th percentile of the time in which the
 first window's clients had something, counts as a slow request. A test is on the window's sum of one score a session over the root of the sum of its
@@ -10,69 +11,21 @@ squares (a session is what is independent), at a level so small that false alarm
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import ndtri
 
 from components.config import ExperimentConfig, WatchConfig
-from components.experiment.monitor import by_task
+from components.experiment.acceptance import Acceptance, Recorded, Reference
 from components.experiment.parts import left_in_vain, wait_s
-from components.experiment.sessions import Ledger, Session, ended_at
+from components.experiment.sessions import Ledger, Session, by_task, ended_at
 from components.experiment.tally import MIN_TIMES, QUANTILE
 from components.serving.records import LiveRecord
 
 log = logging.getLogger("aerie")
 
 FIRST_WINDOW = "the first window"
-
-
-@dataclass
-class Acceptance:
-    """Sums by task: what AL a head had."""
-
-    source: str
-    """Where it was measured, for people."""
-    accepted: dict[str, int] = field(default_factory=dict)
-    rounds: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, sessions: Iterable[Session], source: str) -> "Acceptance":
-        made = cls(source)
-        for session in sessions:
-            made.add(session)
-        return made
-
-    def add(self, session: Session) -> None:
-        for task, records in by_task(session):
-            self.accepted[task] = self.accepted.get(task, 0) + sum(r.accepted for r in records)
-            self.rounds[task] = self.rounds.get(task, 0) + sum(r.rounds for r in records)
-
-    def al(self, task: str) -> float | None:
-        """None for a task without a round."""
-        return 1 + self.accepted[task] / self.rounds[task] if self.rounds.get(task) else None
-
-    def __str__(self) -> str:
-        return ", ".join(f"{task or 'all'} {self.al(task):.3f}" for task in self.rounds if self.rounds[task]) or "none"
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The AL that a head was registered with: one figure over its held-out prompts, of whatever tasks they were."""
-
-    source: str
-    length: float
-    num_speculative_tokens: int
-    """With which it was measured; at another K it says nothing."""
-
-    def al(self, task: str) -> float:
-        return self.length
-
-    def __str__(self) -> str:
-        return f"{self.length:.3f}"
-
-
-Reference = Acceptance | Recorded
 
 
 @dataclass(frozen=True)
@@ -151,16 +104,16 @@ class Watch:
             )
             self.reference = None
         if self.reference is None:
-            self.reference = mine
+            self.reference = mine if mine.pooled is not None else None
             log.info("watch: the first %d sessions are the reference: AL %s", len(window), mine)
             return Figure("acceptance length", str(mine), str(mine), mine.source, alarm=False)
         lacking = np.zeros(len(window))
         for i, session in enumerate(window):
             for task, records in by_task(session):
                 usual = self.reference.al(task)
-                if usual is not None:  # of a task that is new nothing is expected
-                    floor = usual * (1 - self._config.al_drop) - 1
-                    lacking[i] += sum(floor * r.rounds - r.accepted for r in records)
+                assert usual is not None, "a reference has rounds"
+                floor = usual * (1 - self._config.al_drop) - 1
+                lacking[i] += sum(floor * r.rounds - r.accepted for r in records)
         alarm = self._is_positive(lacking)
         return Figure("acceptance length", str(mine), str(self.reference), self.reference.source, alarm)
 

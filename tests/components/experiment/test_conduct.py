@@ -60,6 +60,9 @@ def test_it_ends_with_the_decision_that_its_traffic_calls_for(tmp_path, effect, 
     kept = json.loads(journal.location.join("decision.json").read_bytes())
     assert kept["reasons"] == [asdict(reason) for reason in decision.reasons]
     assert kept["al"] == monitor.findings().al
+    acceptance = journal.acceptance(CHALLENGER)
+    assert acceptance is not None
+    assert (acceptance.pooled, set(acceptance.rounds)) == (kept["al"][CHALLENGER], {"code", "chat"})
     table = findings_table(*looks[-1], ARMS, POLICY.max_requests)
     assert table.row_count == len(decision.reasons) + 1
     assert str(decision.action) in findings_line(*looks[-1], POLICY.max_requests)

@@ -1,11 +1,14 @@
 """A promoted head that gets worse gives an alarm; other tasks, or chance, give none."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from components.config import ExperimentConfig, WatchConfig
+from components.experiment.acceptance import Acceptance, Recorded
 from components.experiment.sessions import Session
-from components.experiment.watch import Acceptance, Recorded, Watch
+from components.experiment.watch import Watch
 from tests.components.experiment.records import CHALLENGER, left, live_record, live_traffic
 
 POLICY, CONFIG = ExperimentConfig(), WatchConfig(sessions=100)
@@ -67,6 +70,21 @@ def test_another_mix_of_tasks_is_no_drop(reference):
     mine = 1 + sum(r.accepted for r in chat_only) / sum(r.rounds for r in chat_only)
     assert mine < overall * (1 - CONFIG.al_drop / 2)
     assert alarms(chat_only, reference) == []
+
+
+def test_a_task_that_is_new_is_compared_with_all_tasks_together(reference):
+    """Clients may begin to name their tasks, or name them otherwise."""
+    assert alarms([replace(r, task="new") for r in traffic(1)], reference) == []
+    assert alarms([replace(r, task="new") for r in traffic(1, effect=-0.2)], reference) == ["acceptance length"]
+
+
+def test_a_first_window_in_which_nothing_was_drafted_is_no_reference():
+    watch = Watch(CHALLENGER, POLICY, CONFIG)
+    silent = [replace(r, rounds=0, accepted=0, histogram=[]) for r in traffic(0)]
+    assert watch.add(silent, 1000.0) == []
+    assert watch.reference is None
+    assert watch.add(traffic(1, first=2000), 4000.0) == []
+    assert watch.add(traffic(2, first=5000, effect=-0.2), LONG_AFTER)[0].figure == "acceptance length"
 
 
 def test_without_a_reference_the_first_window_becomes_it():
