@@ -188,8 +188,11 @@ def watch_promoted(journal: Journal, pair: Pair, heads: registry.Registry) -> No
         health, pair.records, journal.policy, config, decided_at, head, known,
         recorded=lambda other: recorded_acceptance(heads, other), show=show_window,
     )  # fmt: skip
+    began_at = time.time()
     for served, alarms in endpoint:
-        if alarms and config.rollback and served == head and roll_back(journal, pair, heads, alarms):
+        # Windows since the decision are tested again, for the first one is the reference of times: what they said was said before
+        new = [alarm for alarm in alarms if alarm.last_at >= began_at]
+        if new and config.rollback and served == head and roll_back(journal, pair, heads, new):
             publish_decision(journal, heads)
             return
 

@@ -33,6 +33,8 @@ class Alarm:
     figure: str
     measured: str
     reference: str
+    last_at: float
+    """Unix time in seconds at which the window's last request ended."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,10 @@ class Watch:
         # whoever comes again counts once in the next one.
         self.ledger.forget_over()
         self.tested = (self._al_figure(window), self._time_figure(window))
-        return [Alarm(figure.name, figure.measured, figure.reference) for figure in self.tested if figure.alarm]
+        last_at = max(session.last_at for session in window)
+        return [
+            Alarm(figure.name, figure.measured, figure.reference, last_at) for figure in self.tested if figure.alarm
+        ]
 
     def _al_figure(self, window: list[Session]) -> Figure:
         """By how much fewer tokens were accepted than at the lowest AL allowed."""

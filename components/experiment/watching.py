@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from components.config import ExperimentConfig, WatchConfig
@@ -73,7 +74,11 @@ def watch_endpoint(
             if watch.tested is not tested:
                 show(watched[1], watched[0], watch.tested)
         for alarm in alarms:
-            log.warning("watch: %s of %s is %s, it was %s", alarm.figure, watched[1], alarm.measured, alarm.reference)
+            until = f"{datetime.fromtimestamp(alarm.last_at, UTC):%Y-%m-%d %H:%M} UTC"
+            log.warning(
+                "watch: %s of %s is %s, it was %s; the window until %s",
+                alarm.figure, watched[1], alarm.measured, alarm.reference, until,
+            )  # fmt: skip
         yield watched[1], alarms
         time.sleep(policy.poll_s)
 
