@@ -131,15 +131,17 @@ def find_journal(storage: Location, wanted: Plan) -> Journal | None:
     if not location.join(PLAN).exists():
         return None
     plan = Plan(**json.loads(location.join(PLAN).read_bytes()))
-    differing = [name for name, value in wanted.policy.items() if plan.policy.get(name) != value and name != "poll_s"]
+    journal = Journal(location, plan)
+    planned = journal.policy.model_dump(mode="json")  # with the default of what was no setting then
+    differing = [name for name, value in wanted.policy.items() if planned[name] != value and name != "poll_s"]
     if differing:
         name = differing[0]
         raise ConfigError(
             f"ab.experiment.{name}",
-            f"the experiment in {location.uri} was planned with {plan.policy.get(name)!r}",
+            f"the experiment in {location.uri} was planned with {planned[name]!r}",
             "set it back, or remove that folder and begin anew",
         )
-    return Journal(location, plan)
+    return journal
 
 
 def open_journal(storage: Location, plan: Plan) -> Journal:

@@ -192,6 +192,14 @@ def test_a_plan_does_not_change_after_its_first_look(tmp_path):
         open_journal(storage, plan(1.0, POLICY.model_copy(update={"max_requests": 800})))
 
 
+def test_a_setting_that_was_none_when_it_was_planned_has_its_default(tmp_path):
+    storage, old = Location(str(tmp_path)), plan(1.0)
+    open_journal(storage, replace(old, policy={k: v for k, v in old.policy.items() if k != "min_own_answers"}))
+    assert open_journal(storage, plan(1.0)).policy == POLICY
+    with pytest.raises(ConfigError, match=r"ab\.experiment\.min_own_answers: .*planned with 0\.99"):
+        open_journal(storage, plan(1.0, POLICY.model_copy(update={"min_own_answers": 0.5})))
+
+
 def test_the_weights_of_an_epoch_are_those_of_the_arms_that_take_sessions(tmp_path):
     journal = open_journal(Location(str(tmp_path)), plan(1.0))
     arms = {CHALLENGER: {"weight": 1.0, "state": "serving"}, CONTROL: {"weight": 3.0, "state": "serving"}}
