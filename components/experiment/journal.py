@@ -13,6 +13,7 @@ from components.config import ExperimentConfig
 from components.experiment.acceptance import Acceptance
 from components.experiment.policy import Action, Decision
 from components.section import ConfigError
+from components.serving.records import day_of, oldest_day
 from components.storage import Location
 
 FOLDER = "experiments"
@@ -142,6 +143,18 @@ def find_journal(storage: Location, wanted: Plan) -> Journal | None:
             "set it back, or remove that folder and begin anew",
         )
     return journal
+
+
+def check_kept(journal: Journal, records: Location, retention_days: int | None, now_s: float) -> None:
+    """Raises ConfigError when live records of the experiment's beginning are gone, or go as soon as its router is up: what is left would be
+    another experiment."""
+    began, path = day_of(journal.plan.started_at), "ab.records_retention_days"
+    problem = f"the experiment in {journal.location.uri} began on {began}, and its live records"
+    if retention_days is not None and began < oldest_day(retention_days, now_s):
+        raise ConfigError(path, f"{problem} are kept for {retention_days} days", "set it to more days, or to null")
+    kept = {name.split("/")[0] for name in records.files()}
+    if began < oldest_day(1, now_s) and began not in kept:  # any retention keeps one day
+        raise ConfigError(path, f"{problem} of that day are gone", "remove that folder and begin anew")
 
 
 def open_journal(storage: Location, plan: Plan) -> Journal:

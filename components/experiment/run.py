@@ -16,7 +16,16 @@ from rich.live import Live
 
 from components.config import Settings
 from components.experiment.conduct import Show, ask_health, conduct
-from components.experiment.journal import FOLDER, LEASE, Journal, Plan, describe_plan, find_journal, open_journal
+from components.experiment.journal import (
+    FOLDER,
+    LEASE,
+    Journal,
+    Plan,
+    check_kept,
+    describe_plan,
+    find_journal,
+    open_journal,
+)
 from components.experiment.monitor import Arms
 from components.experiment.outcome import act, publish_decision, roll_back, until_it_works
 from components.experiment.pair import Pair, check_pair
@@ -101,6 +110,8 @@ def run_experiment(
 
 def decide(journal: Journal | None, plan: Plan, pair: Pair, storage: Location) -> Journal:
     """The journal with its decision; serves both heads until there is one."""
+    if journal is not None and journal.decided() is None:
+        check_kept(journal, pair.records, pair.settings.ab.records_retention_days, time.time())
     if journal is None:
         pair.begin(goes_on=False)
         # what came while engines started is no part of it

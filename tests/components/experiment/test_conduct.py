@@ -11,7 +11,7 @@ import pytest
 
 from components.config import ExperimentConfig
 from components.experiment.conduct import conduct, hold_back, live_weight, note_weights
-from components.experiment.journal import Plan, open_journal
+from components.experiment.journal import Plan, check_kept, open_journal
 from components.experiment.monitor import Arms
 from components.experiment.policy import Action, Decision
 from components.experiment.table import findings_line, findings_table
@@ -198,6 +198,21 @@ def test_a_setting_that_was_none_when_it_was_planned_has_its_default(tmp_path):
     assert open_journal(storage, plan(1.0)).policy == POLICY
     with pytest.raises(ConfigError, match=r"ab\.experiment\.min_own_answers: .*planned with 0\.99"):
         open_journal(storage, plan(1.0, POLICY.model_copy(update={"min_own_answers": 0.5})))
+
+
+def test_an_experiment_whose_first_records_are_gone_does_not_go_on(tmp_path):
+    storage, records, day_s = Location(str(tmp_path)), Location(str(tmp_path / "live")), 86_400.0
+    began = 1_800_000_000.0  # 2027-01-15, 08:00 UTC
+    journal = open_journal(storage, plan(began))
+    records.join("2027-01-15", "a.jsonl").write_bytes(b"")
+    for retention_days, days in ((1, 1), (30, 30), (None, 300)):
+        check_kept(journal, records, retention_days, began + days * day_s)
+    with pytest.raises(ConfigError, match=r"ab\.records_retention_days: .*2027-01-15, .*kept for 1 days"):
+        check_kept(journal, records, 1, began + 2 * day_s)
+    records.join("2027-01-15").delete()
+    check_kept(journal, records, 30, began + day_s)  # nobody has asked anything yet
+    with pytest.raises(ConfigError, match="of that day are gone"):
+        check_kept(journal, records, 30, began + 2 * day_s)
 
 
 def test_the_weights_of_an_epoch_are_those_of_the_arms_that_take_sessions(tmp_path):
