@@ -27,7 +27,7 @@ from components.experiment.journal import (
     open_journal,
 )
 from components.experiment.monitor import Arms
-from components.experiment.outcome import act, publish_decision, roll_back, until_it_works
+from components.experiment.outcome import act, publish_decision, roll_back, settle, until_it_works
 from components.experiment.pair import Pair, check_pair
 from components.experiment.policy import Action, Decision, Findings
 from components.experiment.recorded import recorded_acceptance
@@ -96,7 +96,7 @@ def run_experiment(
             claimed.check()
             finish(journal, pair, heads, override)
         else:
-            journal.note_applied()
+            settle(journal, pair)
             tell(journal)
         publish_decision(journal, heads)
         action = journal.decided()

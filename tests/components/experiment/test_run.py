@@ -19,7 +19,7 @@ from components.experiment.run import make_plan, opponent, run_experiment
 from components.experiment.watch import Alarm
 from components.lease import Lease, LeaseHeld
 from components.publishing import registry
-from components.publishing.promotion import ChampionChanged
+from components.publishing.promotion import ChampionChanged, promote
 from components.publishing.registry import Registry
 from components.section import ConfigError
 from components.serving.apps import Service
@@ -243,6 +243,18 @@ def test_a_promotion_that_was_decided_before_the_cluster_went_is_done_on_a_new_o
     serve.applications = {}
     assert run_experiment(settings, storage, make_artifacts()) == Action.PROMOTE
     assert (champion(heads), serve.routing.weights) == (2, TO_CHALLENGER)
+
+
+def test_a_promotion_that_was_killed_after_the_alias_had_moved_is_finished(
+    serve: ServeTable, storage: Location, settings: Settings, heads: Registry, pair: Pair, journal: Journal
+) -> None:
+    """Until then a kill switch would leave the champion before."""
+    journal.decide(Decision(Action.PROMOTE, ()), {"requests": 400, "sessions": {}, "al": {}})
+    promote(heads, 2, 1, lambda: pair.give_all(CHALLENGER))
+    assert (champion(heads), serve.routing.control, journal.is_applied) == (2, CHAMPION, False)
+    for _ in range(2):
+        assert run_experiment(settings, storage, make_artifacts()) == Action.PROMOTE
+        assert (serve.routing.control, serve.routing.weights, journal.is_applied) == (CHALLENGER, TO_CHALLENGER, True)
 
 
 def test_an_mlflow_that_is_away_delays_a_promotion_and_a_rollback_but_no_stop(
