@@ -6,16 +6,15 @@ each step that follows a decision may be repeated.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 
 from components.config import Settings
-from components.experiment.conduct import Show, ask_health, conduct
+from components.experiment.conduct import ask_health, conduct
 from components.experiment.journal import (
     FOLDER,
     LEASE,
@@ -29,9 +28,9 @@ from components.experiment.journal import (
 from components.experiment.monitor import Arms
 from components.experiment.outcome import act, publish_decision, roll_back, settle, until_it_works
 from components.experiment.pair import Pair, check_pair
-from components.experiment.policy import Action, Decision, Findings
+from components.experiment.policy import Action
 from components.experiment.recorded import recorded_acceptance
-from components.experiment.table import decision_table, findings_line, findings_table, watch_table
+from components.experiment.table import decision_table, shown, watch_table
 from components.experiment.watch import Figure
 from components.experiment.watching import watch_endpoint
 from components.lease import Lease
@@ -120,7 +119,7 @@ def decide(journal: Journal | None, plan: Plan, pair: Pair, storage: Location) -
         pair.begin(goes_on=True)
     if journal.decided() is None:
         log.info("experiment: %s/v1 serves both heads; interrupt and repeat the command at will", pair.address)
-        with _shown(journal) as show:
+        with shown(ARMS, journal.policy.max_requests, Console()) as show:
             conduct(journal, ARMS, pair.records, pair.look, show, pair.heads)
     return journal
 
@@ -211,25 +210,3 @@ def watch_promoted(journal: Journal, pair: Pair, heads: registry.Registry) -> No
 def show_window(head: str, arm: str, figures: Iterable[Figure]) -> None:
     """A window of a watch, on the terminal."""
     Console().print(watch_table(head, arm, figures))
-
-
-@contextmanager
-def _shown(journal: Journal) -> Iterator[Show]:
-    """A table that stays in place on a terminal; elsewhere a line when something has come."""
-    end, console = journal.policy.max_requests, Console()
-    if console.is_terminal:
-        with Live(console=console, auto_refresh=False) as live:
-            yield lambda findings, decision: live.update(findings_table(findings, decision, ARMS, end), refresh=True)
-        return
-    said = ""
-
-    def say(findings: Findings, decision: Decision) -> None:
-        nonlocal said
-        line = findings_line(findings, decision, end)
-        if line != said:
-            said = line
-            log.info("experiment: %s", line)
-        if decision.is_final:
-            console.print(findings_table(findings, decision, ARMS, end))
-
-    yield say

@@ -5,16 +5,18 @@ import threading
 import time
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from io import StringIO
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from components.config import ExperimentConfig
 from components.experiment.conduct import conduct, hold_back, live_weight, note_weights
 from components.experiment.journal import Plan, check_kept, open_journal
-from components.experiment.monitor import Arms
-from components.experiment.policy import Action, Decision
-from components.experiment.table import findings_line, findings_table
+from components.experiment.monitor import Arms, Monitor
+from components.experiment.policy import Action, Decision, decide
+from components.experiment.table import findings_line, findings_table, shown
 from components.section import ConfigError
 from components.serving.records import RecordWriter, encode_records
 from components.storage import Location
@@ -66,6 +68,33 @@ def test_it_ends_with_the_decision_that_its_traffic_calls_for(tmp_path, effect, 
     table = findings_table(*looks[-1], ARMS, POLICY.max_requests)
     assert table.row_count == len(decision.reasons) + 1
     assert str(decision.action) in findings_line(*looks[-1], POLICY.max_requests)
+
+
+def test_a_terminal_shows_one_table_that_stays_in_place_and_a_log_a_line_when_something_has_come(caplog):
+    monitor = Monitor(ARMS, {EPOCH: 0.5}, POLICY)
+    looks = []
+    for num in (10, 10, 20):
+        monitor.add(live_record(f"s{num}-{i}", i % 2 == 0) for i in range(num - monitor.ledger.requests))
+        monitor.wait_until(1e9)
+        findings = monitor.findings()
+        looks.append((findings, decide(findings, CONTROL, POLICY)))
+    terminal, pipe = (
+        Console(file=StringIO(), force_terminal=is_terminal, width=300, legacy_windows=False)
+        for is_terminal in (True, False)
+    )
+    caplog.set_level("INFO", "aerie")
+    for console in (terminal, pipe):
+        with shown(ARMS, POLICY.max_requests, console) as show:
+            for look in looks:
+                show(*look)
+    drawn = terminal.file.getvalue()
+    at = [drawn.index(f"continue, {requests}/400 requests") for requests in (10, 20)]
+    up = "\x1b[1A"
+    assert up in drawn[at[0] : at[1]], "the next table is drawn over the one before"
+    assert [line.split(": ", 1)[1] for line in caplog.messages] == [
+        findings_line(*look, POLICY.max_requests) for look in (looks[0], looks[2])
+    ]
+    assert pipe.file.getvalue() == ""
 
 
 class Interrupted(Exception):
