@@ -311,7 +311,7 @@ class ExperimentConfig(Section):
     guardrail_sessions: Count = 20
     """Sessions of both arms before the first decision on errors and latency."""
     max_error_increase: Share = 0.01
-    """The challenger's share of failed requests may be larger by this much."""
+    """The challenger's share of requests that failed, or that clients left in vain, may be larger by this much."""
     max_latency_increase: Annotated[float, Field(ge=0.0)] = 0.25
     """The challenger's 95th percentile of a request's time may be larger by this share."""
     max_tpot_increase: Annotated[float, Field(ge=0.0)] = 0.1
@@ -368,7 +368,7 @@ class AbConfig(Section):
     record_requests: bool = True
     """Write one line a live request, without its text, to `live/` in the storage."""
     records_retention_days: Count | None = 30
-    """Live records of older days are removed; null: never."""
+    """Live records of older days are removed; null: never. An interrupted experiment goes on only with those since its beginning."""
     experiment: ExperimentConfig = ExperimentConfig()
     """`pipelines/serve.py --experiment`."""
     watch: WatchConfig = WatchConfig()

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -60,8 +61,9 @@ def conduct(
         show(findings, decision)
         if decision.is_final:
             with _outages_logged():
-                al = dict(findings.al)
-                journal.decide(decision, {"requests": findings.requests, "sessions": dict(findings.sessions), "al": al})
+                counted = {"requests": findings.requests, "sessions": dict(findings.sessions), "al": dict(findings.al)}
+                acceptance = {arm: asdict(tally.acceptance) for arm, tally in monitor.tallies.items()}
+                journal.decide(decision, counted | {"acceptance": acceptance})
                 return decision, monitor
         time.sleep(policy.poll_s)
 

@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from components.config import ExperimentConfig
+from components.experiment.acceptance import Acceptance
 from components.experiment.policy import Action, Decision
 from components.section import ConfigError
+from components.serving.records import day_of, oldest_day
 from components.storage import Location
 
 FOLDER = "experiments"
@@ -66,6 +68,12 @@ class Journal:
     def decision(self) -> dict[str, Any] | None:
         """What was decided, with its reasons and the figures of that moment; None while it is open."""
         return self._read(DECISION)
+
+    def acceptance(self, arm: str) -> Acceptance | None:
+        """What AL an arm had when it was decided; None where nothing was counted. Live records may be gone by then."""
+        found = (self.decision() or {}).get("acceptance", {}).get(arm)
+        kept = None if found is None else Acceptance(**found)
+        return None if kept is None or kept.pooled is None else kept
 
     def decided(self) -> Action | None:
         """The action of the decision; None while it is open."""
@@ -124,15 +132,29 @@ def find_journal(storage: Location, wanted: Plan) -> Journal | None:
     if not location.join(PLAN).exists():
         return None
     plan = Plan(**json.loads(location.join(PLAN).read_bytes()))
-    differing = [name for name, value in wanted.policy.items() if plan.policy.get(name) != value and name != "poll_s"]
+    journal = Journal(location, plan)
+    planned = journal.policy.model_dump(mode="json")  # with the default of what was no setting then
+    differing = [name for name, value in wanted.policy.items() if planned[name] != value and name != "poll_s"]
     if differing:
         name = differing[0]
         raise ConfigError(
             f"ab.experiment.{name}",
-            f"the experiment in {location.uri} was planned with {plan.policy.get(name)!r}",
+            f"the experiment in {location.uri} was planned with {planned[name]!r}",
             "set it back, or remove that folder and begin anew",
         )
-    return Journal(location, plan)
+    return journal
+
+
+def check_kept(journal: Journal, records: Location, retention_days: int | None, now_s: float) -> None:
+    """Raises ConfigError when live records of the experiment's beginning are gone, or go as soon as its router is up: what is left would be
+    another experiment."""
+    began, path = day_of(journal.plan.started_at), "ab.records_retention_days"
+    problem = f"the experiment in {journal.location.uri} began on {began}, and its live records"
+    if retention_days is not None and began < oldest_day(retention_days, now_s):
+        raise ConfigError(path, f"{problem} are kept for {retention_days} days", "set it to more days, or to null")
+    kept = {name.split("/")[0] for name in records.files()}
+    if began < oldest_day(1, now_s) and began not in kept:  # any retention keeps one day
+        raise ConfigError(path, f"{problem} of that day are gone", "remove that folder and begin anew")
 
 
 def open_journal(storage: Location, plan: Plan) -> Journal:

@@ -4,9 +4,8 @@ Everything is rebuilt from the records, so whoever reads them again finds the sa
 was dealt and they left a choice (0 < share < 1): what one arm answered alone, before the other was up or while it was paused, compares nothing.
 """
 
-import bisect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,82 +23,25 @@ from components.experiment.guardrails import (
     is_dealt_as_weighted,
 )
 from components.experiment.intake import Intake
-from components.experiment.parts import al_part, decoding, decoding_part, error_part, part, slow_part
+from components.experiment.parts import (
+    al_part,
+    decoding_part,
+    error_part,
+    left_in_vain,
+    part,
+    slow_part,
+)
 from components.experiment.policy import Findings, Guardrail
 from components.experiment.sequential import Plan, SequentialDifference
-from components.experiment.sessions import Ledger, Session
+from components.experiment.sessions import Ledger, Session, by_task
+from components.experiment.tally import Tally
 from components.serving.records import LiveRecord
-
-QUANTILE = 0.95
-MIN_TIMES = 20
-"""Times of the control before its quantile is one."""
-NO_TASK = ""
 
 
 @dataclass(frozen=True)
 class Arms:
     challenger: str
     control: str
-
-
-@dataclass
-class Tally:
-    """Plain sums of one arm's sessions, to be shown."""
-
-    sessions: int = 0
-    requests: int = 0
-    own_answers: int = 0
-    """Requests that the arm answered, or was to answer, itself."""
-    errors: int = 0
-    accepted: int = 0
-    rounds: int = 0
-    decode_s: float = 0.0
-    decoded: int = 0
-    begun: int = 0
-    """Sessions dealt to it."""
-    first_requests: int = 0
-    first_errors: int = 0
-    """Sessions whose first request ended, and whose first request failed."""
-    times_s: list[float] = field(default_factory=list)
-    """Whole requests without an error, sorted."""
-
-    def add(self, session: Session) -> None:
-        self.sessions += 1
-        for record in session.records:
-            self.requests += 1
-            self.own_answers += record.arm == record.assigned_arm
-            self.errors += record.failed
-            self.accepted += record.accepted
-            self.rounds += record.rounds
-            if record.error is None:
-                bisect.insort(self.times_s, record.duration_s)
-        spent, decoded = decoding(session.records)
-        self.decode_s, self.decoded = self.decode_s + spent, self.decoded + decoded
-
-    @property
-    def al(self) -> float | None:
-        return 1 + self.accepted / self.rounds if self.rounds else None
-
-    @property
-    def error_rate(self) -> float | None:
-        return self.errors / self.requests if self.requests else None
-
-    @property
-    def first_error_rate(self) -> float | None:
-        return self.first_errors / self.first_requests if self.first_requests else None
-
-    @property
-    def own_share(self) -> float | None:
-        return self.own_answers / self.requests if self.requests else None
-
-    @property
-    def tpot_s(self) -> float | None:
-        return self.decode_s / self.decoded if self.decoded else None
-
-    @property
-    def slow_s(self) -> float | None:
-        """The `QUANTILE` of the times; None with too few."""
-        return self.times_s[int(QUANTILE * len(self.times_s))] if len(self.times_s) >= MIN_TIMES else None
 
 
 class Monitor:
@@ -186,9 +128,9 @@ class Monitor:
             return
         self._met.add(record.session)
         treated, share = self._dealt(record.assigned_arm, record.weight_epoch)
-        self._guards[FIRST_ERRORS].add(treated, share, [part(record.failed, 1, 1)], np.asarray(requests + 1))
-        tally = self.tallies[record.assigned_arm]
-        tally.first_requests, tally.first_errors = tally.first_requests + 1, tally.first_errors + record.failed
+        failed = record.failed or left_in_vain(record, self._usual_wait_s, self._slower(treated))
+        self._guards[FIRST_ERRORS].add(treated, share, [part(failed, 1, 1)], np.asarray(requests + 1))
+        self.tallies[record.assigned_arm].meet(record, failed)
 
     def _begin(self, record: LiveRecord) -> None:
         """A session's first request: its arm is the draw that the weights are checked by."""
@@ -207,17 +149,26 @@ class Monitor:
         self._al.add(
             treated, share, [al_part(records, self._task(task)) for task, records in by_task(session)], self._requests()
         )
-        slower, slower_token = self.policy.max_latency_increase, self.policy.max_tpot_increase
-        limit_s = self.tallies[self.arms.control].slow_s
+        slower, limit_s = self._slower(treated), self.tallies[self.arms.control].slow_s
+        errors = error_part(session, self._usual_wait_s, slower)
         parts = {
-            ERRORS: error_part(session),
-            LATENCY: slow_part(session, limit_s, 1 + slower * treated),
-            TPOT: decoding_part(session, 1 + slower_token * treated),
+            ERRORS: errors,
+            LATENCY: slow_part(session, limit_s, slower),
+            TPOT: decoding_part(session, 1 + self.policy.max_tpot_increase * treated),
         }
         for name, mine in parts.items():
             if mine is not None:
                 self._guards[name].add(treated, share, [mine], self._requests())
-        self.tallies[session.arm].add(session)
+        self.tallies[session.arm].add(session, int(errors.numerator))
+
+    @property
+    def _usual_wait_s(self) -> float | None:
+        """The control's: after it nobody should have nothing to read."""
+        return self.tallies[self.arms.control].usual_wait_s
+
+    def _slower(self, treated: bool) -> float:
+        """What an arm's times are relieved of."""
+        return 1 + self.policy.max_latency_increase * treated
 
     def _dealt(self, arm: str, epoch: int) -> tuple[bool, float]:
         """Whether it was dealt to the challenger, and the chance of that."""
@@ -239,14 +190,6 @@ class Monitor:
         return Guardrail(
             name, challenger, control, _floats(guard.bounds(last)), limit, bool(measured), name not in MAY_BE_UNKNOWN
         )
-
-
-def by_task(session: Session) -> list[tuple[str, list[LiveRecord]]]:
-    """The session's records, task by task."""
-    tasks: dict[str, list[LiveRecord]] = {}
-    for record in session.records:
-        tasks.setdefault(record.task or NO_TASK, []).append(record)
-    return list(tasks.items())
 
 
 def _floats(bounds: Bounds) -> Bounds:

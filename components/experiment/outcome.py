@@ -68,11 +68,7 @@ def _move(action: Action, journal: Journal, pair: Pair, heads: registry.Registry
             plan.champion_version,
             lambda: pair.give_all(CHALLENGER, needed=both),  # until the alias moves, a kill switch leaves the champion
         )
-        try:
-            pair.give_all(CHALLENGER, control=CHALLENGER)
-        except RoutingChanged as error:
-            log.warning("experiment: the challenger is the champion now, but: %s", error)
-        return
+        return _leave_to_winner(pair)
     try:  # its alias stays where it is: this takes the lease, and sees that nobody promoted another head
         promote(heads, plan.champion_version, plan.champion_version, lambda: pair.give_all(CHAMPION))
     except (MlflowException, requests.RequestException) as error:
@@ -80,6 +76,22 @@ def _move(action: Action, journal: Journal, pair: Pair, heads: registry.Registry
             raise
         log.warning("experiment: MLflow is away, and a stop does not wait for it: %s", error)
         pair.give_all(CHAMPION)
+
+
+def settle(journal: Journal, pair: Pair) -> None:
+    """The rest of a promotion whose command was killed after the alias had moved; nothing where it was applied."""
+    if journal.is_applied:
+        return
+    until_it_works("the end", lambda: _leave_to_winner(pair), journal.policy.poll_s)
+    until_it_works("the end", journal.note_applied, journal.policy.poll_s)
+
+
+def _leave_to_winner(pair: Pair) -> None:
+    """From now on a kill switch leaves the promoted challenger; what somebody else serves by now stays."""
+    try:
+        pair.give_all(CHALLENGER, control=CHALLENGER, needed=(CHALLENGER,))
+    except RoutingChanged as error:
+        log.warning("experiment: the challenger is the champion now, but: %s", error)
 
 
 def roll_back(journal: Journal, pair: Pair, heads: registry.Registry, alarms: list[Alarm]) -> bool:

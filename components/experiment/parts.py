@@ -6,6 +6,7 @@ import numpy as np
 
 from components.experiment.difference import Part
 from components.experiment.sessions import Session
+from components.serving.protocol import CLIENT_CLOSED
 from components.serving.records import LiveRecord
 
 
@@ -20,16 +21,39 @@ def al_part(records: Sequence[LiveRecord], task: int) -> Part:
     return part(accepted, rounds, accepted + rounds, task)
 
 
-def error_part(session: Session) -> Part:
-    return part(sum(r.failed for r in session.records), len(session.records), len(session.records))
+def wait_s(record: LiveRecord) -> float:
+    """Seconds until the client of a sound answer had something to read."""
+    return record.duration_s if record.ttft_s is None else record.ttft_s
+
+
+def left_in_vain(record: LiveRecord, usual_s: float | None, relief: float = 1.0) -> bool:
+    """Whether the client left with nothing to read after it had waited for longer than usual, times what the arm may be slower.
+
+    Who leaves earlier, or has read something, had a reason of its own for all that is known.
+    """
+    left = record.error == CLIENT_CLOSED and record.ttft_s is None
+    return left and usual_s is not None and record.duration_s / relief > usual_s
+
+
+def error_part(session: Session, usual_s: float | None, relief: float) -> Part:
+    """Requests that failed, or whose client left in vain."""
+    failed = sum(r.failed or left_in_vain(r, usual_s, relief) for r in session.records)
+    return part(failed, len(session.records), len(session.records))
 
 
 def slow_part(session: Session, limit_s: float | None, relief: float) -> Part | None:
-    """Requests beyond the limit, after their times were relieved (divided) of what the arm may be slower; None where nothing is known."""
-    times = [r.duration_s for r in session.records if r.error is None]
-    if limit_s is None or not times:
+    """Requests beyond the limit, after their times were relieved (divided) of what the arm may be slower; None where nothing is known.
+
+    A request whose client left took at least so long: beyond the limit it is slow, before it nothing is known.
+    """
+    if limit_s is None:
         return None
-    return part(sum(time / relief > limit_s for time in times), len(times), len(times))
+    slow = [
+        r.duration_s / relief > limit_s
+        for r in session.records
+        if r.error is None or (r.error == CLIENT_CLOSED and r.duration_s / relief > limit_s)
+    ]
+    return part(sum(slow), len(slow), len(slow)) if slow else None
 
 
 def decoding_part(session: Session, relief: float) -> Part | None:

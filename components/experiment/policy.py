@@ -1,8 +1,8 @@
 """What to do after a look: a pure function from findings and policy to a decision with reasons.
 
 In this order: stop for harm when a guardrail's lower bound passes its limit or AL's upper bound is below 0; promote when AL's lower bound is
-above 0, its estimate at least `min_effect`, and nothing speaks against it or is missing; stop as futile when AL's upper bound is below `min_effect`, or at
-the planned end; else continue.
+above 0, its estimate at least `min_effect`, no guardrail's estimate is beyond its limit, and nothing else speaks against it or is missing;
+stop as futile when AL's upper bound is below `min_effect`, or at the planned end; else continue.
 """
 
 import math
@@ -145,6 +145,11 @@ def is_futile(difference: Bounds, control_al: Array | float, policy: ExperimentC
     return np.asarray(difference.high < policy.min_effect * control_al)
 
 
+def is_beyond(excess: Bounds, limit: float) -> Array:
+    """A guardrail's estimate is beyond its limit: no proof of harm, but too much for a promotion."""
+    return np.asarray(excess.estimate > limit)
+
+
 def _gain(bounds: Bounds, length: float, policy: ExperimentConfig) -> Reason:
     measured = "not known yet"
     if math.isfinite(bounds.estimate):
@@ -163,9 +168,11 @@ def _guardrail(guardrail: Guardrail) -> Reason:
     required = f"excess not beyond {guardrail.limit:.4g}"
     if not guardrail.measured and not _is_broken(guardrail):
         return Reason(guardrail.name, not guardrail.required, "not measured", required)
-    excess = float(guardrail.excess.low)
-    measured = f"{_number(guardrail.challenger)} against {_number(guardrail.control)}, excess at least {excess:+.4f}"
-    return Reason(guardrail.name, not _is_broken(guardrail), measured, required)
+    estimate, low = float(guardrail.excess.estimate), float(guardrail.excess.low)
+    figures = f"{_number(guardrail.challenger)} against {_number(guardrail.control)}"
+    measured = f"{figures}, excess {estimate:+.4f}, at least {low:+.4f}"
+    passed = not (_is_broken(guardrail) or is_beyond(guardrail.excess, guardrail.limit))
+    return Reason(guardrail.name, passed, measured, required)
 
 
 def _dealt(findings: Findings, control: str) -> Reason:

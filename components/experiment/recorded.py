@@ -5,7 +5,7 @@ import logging
 import requests
 from mlflow.exceptions import MlflowException
 
-from components.experiment.watch import Recorded
+from components.experiment.acceptance import Recorded
 from components.publishing import registry
 from components.publishing.registry import Registry, find_version
 from components.publishing.versions import recorded_al

@@ -17,9 +17,9 @@ from components.experiment.guardrails import (
     guardrail_plan,
     is_dealt_as_weighted,
 )
-from components.experiment.monitor import MIN_TIMES, QUANTILE
-from components.experiment.policy import judge
+from components.experiment.policy import is_beyond, judge
 from components.experiment.sequential import Plan, SequentialDifference
+from components.experiment.tally import MIN_TIMES, QUANTILE
 from components.experiment.traffic import Pool, Scenario, Sessions, Synthetic, make_sessions, treat
 
 PACE = 0.002
@@ -129,7 +129,7 @@ def _watch(begun: _Made, over: _Made, seen: Array, num_tasks: int, case: Case, p
             sums += np.where(done.counts & ~done.treated, np.stack([accepted, done.rounds]), 0.0)
         if i % GUARD_EVERY == 0 or last:
             guards.look(last)
-            sound = guards.measured & ~guards.broken & is_dealt_as_weighted(assignment, policy)
+            sound = guards.sound & ~guards.broken & is_dealt_as_weighted(assignment, policy)
         length = 1 + sums[0] / np.maximum(sums[1], 1)
         verdict = judge(watched.bounds(last), length, guards.broken, sound, last, policy)
         promoted |= open_ & verdict.promote
@@ -156,7 +156,7 @@ class _Guards:
         """Of the control's requests."""
         self._num_times = np.zeros(n, int)
         self._limit_s = np.full(n, np.nan)
-        self.broken, self.measured = np.zeros(n, bool), np.zeros(n, bool)
+        self.broken, self.sound = np.zeros(n, bool), np.zeros(n, bool)
 
     def begin(self, made: _Made) -> None:
         self._add(FIRST_ERRORS, made, made.failed[:, 0], np.ones(len(self._task)), made.counts, made.seen)
@@ -176,12 +176,13 @@ class _Guards:
         self._keep_times(made.times_s, made.counts & ~made.treated)
 
     def look(self, last: bool) -> None:
-        """Brings `broken` and `measured` up to now."""
-        limits, guards = excess_limits(self._policy), self._guards
-        broken = [np.asarray(guard.bounds(last).low > limits[name]) for name, guard in guards.items()]
-        self.broken = np.any(broken, axis=0)
-        enough = [guard.difference.sessions >= self._policy.guardrail_sessions for guard in guards.values()]
-        self.measured = np.all(enough, axis=0)
+        """Brings `broken` and `sound` (measured, and nowhere beyond a limit) up to now."""
+        limits = excess_limits(self._policy)
+        bounds = {name: guard.bounds(last) for name, guard in self._guards.items()}
+        self.broken = np.any([np.asarray(excess.low > limits[name]) for name, excess in bounds.items()], axis=0)
+        beyond = np.any([is_beyond(excess, limits[name]) for name, excess in bounds.items()], axis=0)
+        enough = [guard.difference.sessions >= self._policy.guardrail_sessions for guard in self._guards.values()]
+        self.sound = np.all(enough, axis=0) & ~beyond
         most = max(1, int(self._num_times.max()))
         at = np.minimum((QUANTILE * self._num_times).astype(int), most - 1)
         limits_s = np.take_along_axis(np.sort(self._times_s[:, :most], axis=1), at[:, None], 1)[:, 0]

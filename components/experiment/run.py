@@ -6,26 +6,33 @@ each step that follows a decision may be repeated.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 
 from components.config import Settings
-from components.experiment.conduct import Show, ask_health, conduct
-from components.experiment.follow import Follower
-from components.experiment.journal import FOLDER, LEASE, Journal, Plan, describe_plan, find_journal, open_journal
+from components.experiment.conduct import ask_health, conduct
+from components.experiment.journal import (
+    FOLDER,
+    LEASE,
+    Journal,
+    Plan,
+    check_kept,
+    describe_plan,
+    find_journal,
+    open_journal,
+)
 from components.experiment.monitor import Arms
-from components.experiment.outcome import act, publish_decision, roll_back, until_it_works
+from components.experiment.outcome import act, publish_decision, roll_back, settle, until_it_works
 from components.experiment.pair import Pair, check_pair
-from components.experiment.policy import Action, Decision, Findings
+from components.experiment.policy import Action
 from components.experiment.recorded import recorded_acceptance
-from components.experiment.table import decision_table, findings_line, findings_table, watch_table
+from components.experiment.table import decision_table, shown, watch_table
 from components.experiment.watch import Figure
-from components.experiment.watching import acceptance_until, watch_endpoint
+from components.experiment.watching import watch_endpoint
 from components.lease import Lease
 from components.publishing import registry
 from components.publishing.promotion import replaced_version
@@ -88,7 +95,7 @@ def run_experiment(
             claimed.check()
             finish(journal, pair, heads, override)
         else:
-            journal.note_applied()
+            settle(journal, pair)
             tell(journal)
         publish_decision(journal, heads)
         action = journal.decided()
@@ -102,6 +109,8 @@ def run_experiment(
 
 def decide(journal: Journal | None, plan: Plan, pair: Pair, storage: Location) -> Journal:
     """The journal with its decision; serves both heads until there is one."""
+    if journal is not None and journal.decided() is None:
+        check_kept(journal, pair.records, pair.settings.ab.records_retention_days, time.time())
     if journal is None:
         pair.begin(goes_on=False)
         # what came while engines started is no part of it
@@ -110,7 +119,7 @@ def decide(journal: Journal | None, plan: Plan, pair: Pair, storage: Location) -
         pair.begin(goes_on=True)
     if journal.decided() is None:
         log.info("experiment: %s/v1 serves both heads; interrupt and repeat the command at will", pair.address)
-        with _shown(journal) as show:
+        with shown(ARMS, journal.policy.max_requests, Console()) as show:
             conduct(journal, ARMS, pair.records, pair.look, show, pair.heads)
     return journal
 
@@ -178,11 +187,9 @@ def tell(journal: Journal) -> None:
 
 def watch_promoted(journal: Journal, pair: Pair, heads: registry.Registry) -> None:
     """Watches the promoted head; ends after a rollback, else when it is interrupted."""
-    decision, plan, config = journal.decision(), journal.plan, pair.settings.ab.watch
+    decision, config = journal.decision(), pair.settings.ab.watch
     assert decision is not None, "it was promoted"
-    decided_at, head = float(decision["decided_at"]), pair.heads[CHALLENGER]
-    follower = Follower(pair.records, plan.started_at, pair.heads)
-    known = acceptance_until(follower.new(), CHALLENGER, journal.policy, decided_at)
+    decided_at, head, known = float(decision["decided_at"]), pair.heads[CHALLENGER], journal.acceptance(CHALLENGER)
 
     def health() -> Mapping[str, Any] | None:
         return ask_health(pair.address)
@@ -191,8 +198,11 @@ def watch_promoted(journal: Journal, pair: Pair, heads: registry.Registry) -> No
         health, pair.records, journal.policy, config, decided_at, head, known,
         recorded=lambda other: recorded_acceptance(heads, other), show=show_window,
     )  # fmt: skip
+    began_at = time.time()
     for served, alarms in endpoint:
-        if alarms and config.rollback and served == head and roll_back(journal, pair, heads, alarms):
+        # Windows since the decision are tested again, for the first one is the reference of times: what they said was said before
+        new = [alarm for alarm in alarms if alarm.last_at >= began_at]
+        if new and config.rollback and served == head and roll_back(journal, pair, heads, new):
             publish_decision(journal, heads)
             return
 
@@ -200,25 +210,3 @@ def watch_promoted(journal: Journal, pair: Pair, heads: registry.Registry) -> No
 def show_window(head: str, arm: str, figures: Iterable[Figure]) -> None:
     """A window of a watch, on the terminal."""
     Console().print(watch_table(head, arm, figures))
-
-
-@contextmanager
-def _shown(journal: Journal) -> Iterator[Show]:
-    """A table that stays in place on a terminal; elsewhere a line when something has come."""
-    end, console = journal.policy.max_requests, Console()
-    if console.is_terminal:
-        with Live(console=console, auto_refresh=False) as live:
-            yield lambda findings, decision: live.update(findings_table(findings, decision, ARMS, end), refresh=True)
-        return
-    said = ""
-
-    def say(findings: Findings, decision: Decision) -> None:
-        nonlocal said
-        line = findings_line(findings, decision, end)
-        if line != said:
-            said = line
-            log.info("experiment: %s", line)
-        if decision.is_final:
-            console.print(findings_table(findings, decision, ARMS, end))
-
-    yield say

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from components.config import ExperimentConfig
 from components.serving.records import LiveRecord
 
+NO_TASK = ""
+
 
 @dataclass
 class Session:
@@ -102,6 +104,14 @@ class Ledger:
         del self._open[session.key]
         self._over.add(session.key)
         return session
+
+
+def by_task(session: Session) -> list[tuple[str, list[LiveRecord]]]:
+    """The session's records, task by task."""
+    tasks: dict[str, list[LiveRecord]] = {}
+    for record in session.records:
+        tasks.setdefault(record.task or NO_TASK, []).append(record)
+    return list(tasks.items())
 
 
 def complete_until(oldest_running_at: float | None, now: float, policy: ExperimentConfig) -> float:

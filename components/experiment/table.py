@@ -1,15 +1,22 @@
 """An experiment's state for people: a table for terminals, a line for logs."""
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from components.evaluation.gate import Reason
+from components.experiment.conduct import Show
 from components.experiment.monitor import Arms
 from components.experiment.policy import Decision, Findings
 from components.experiment.watch import Figure
+
+log = logging.getLogger("aerie")
 
 
 def findings_table(findings: Findings, decision: Decision, arms: Arms, max_requests: int) -> Table:
@@ -52,6 +59,27 @@ def findings_line(findings: Findings, decision: Decision, max_requests: int) -> 
     return (
         f"{decision.action}: {findings.requests}/{max_requests} requests, sessions {counts}, AL difference {difference}"
     )
+
+
+@contextmanager
+def shown(arms: Arms, end: int, console: Console) -> Iterator[Show]:
+    """A table that stays in place on a terminal; elsewhere a line when something has come. `end`: the planned requests."""
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            yield lambda findings, decision: live.update(findings_table(findings, decision, arms, end), refresh=True)
+        return
+    said = ""
+
+    def say(findings: Findings, decision: Decision) -> None:
+        nonlocal said
+        line = findings_line(findings, decision, end)
+        if line != said:
+            said = line
+            log.info("experiment: %s", line)
+        if decision.is_final:
+            console.print(findings_table(findings, decision, arms, end))
+
+    yield say
 
 
 def _number(value: float | None) -> str:

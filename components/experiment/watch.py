@@ -1,22 +1,26 @@
 """Is a champion still what it was?
 
 Sessions that are over fill windows of a fixed size; each window is tested once. AL is compared with the reference: with what the head had in an
-experiment or in its first window task by task, so a change in what people ask is no alarm; with what was recorded of its version as a whole.
+experiment or in its first window task by task, so a change in what people ask is no alarm (a task that it did not have then is compared with
+all of them together); with what was recorded of its version as a whole.
 A request's time is compared with the 95th percentile of the first window: a time depends on the load, which
-is another one when a head has all of the traffic. A test is on the window's sum of one score a session over the root of the sum of its
+is another one when a head has all of the traffic. A client that left with nothing to read, after the 95th percentile of the time in which the
+first window's clients had something, counts as a slow request. A test is on the window's sum of one score a session over the root of the sum of its
 squares (a session is what is independent), at a level so small that false alarms are rare: at 0.001, one in a thousand windows for each figure.
 """
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import ndtri
 
 from components.config import ExperimentConfig, WatchConfig
-from components.experiment.monitor import MIN_TIMES, QUANTILE, by_task
-from components.experiment.sessions import Ledger, Session, ended_at
+from components.experiment.acceptance import Acceptance, Recorded, Reference
+from components.experiment.parts import left_in_vain, wait_s
+from components.experiment.sessions import Ledger, Session, by_task, ended_at
+from components.experiment.tally import MIN_TIMES, QUANTILE
 from components.serving.records import LiveRecord
 
 log = logging.getLogger("aerie")
@@ -24,59 +28,13 @@ log = logging.getLogger("aerie")
 FIRST_WINDOW = "the first window"
 
 
-@dataclass
-class Acceptance:
-    """Sums by task: what AL a head had."""
-
-    source: str
-    """Where it was measured, for people."""
-    accepted: dict[str, int] = field(default_factory=dict)
-    rounds: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, sessions: Iterable[Session], source: str) -> "Acceptance":
-        made = cls(source)
-        for session in sessions:
-            made.add(session)
-        return made
-
-    def add(self, session: Session) -> None:
-        for task, records in by_task(session):
-            self.accepted[task] = self.accepted.get(task, 0) + sum(r.accepted for r in records)
-            self.rounds[task] = self.rounds.get(task, 0) + sum(r.rounds for r in records)
-
-    def al(self, task: str) -> float | None:
-        """None for a task without a round."""
-        return 1 + self.accepted[task] / self.rounds[task] if self.rounds.get(task) else None
-
-    def __str__(self) -> str:
-        return ", ".join(f"{task or 'all'} {self.al(task):.3f}" for task in self.rounds if self.rounds[task]) or "none"
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The AL that a head was registered with: one figure over its held-out prompts, of whatever tasks they were."""
-
-    source: str
-    length: float
-    num_speculative_tokens: int
-    """With which it was measured; at another K it says nothing."""
-
-    def al(self, task: str) -> float:
-        return self.length
-
-    def __str__(self) -> str:
-        return f"{self.length:.3f}"
-
-
-Reference = Acceptance | Recorded
-
-
 @dataclass(frozen=True)
 class Alarm:
     figure: str
     measured: str
     reference: str
+    last_at: float
+    """Unix time in seconds at which the window's last request ended."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +69,8 @@ class Watch:
         self._config = config
         self._slow_s: float | None = None
         """Usual 95th percentile of a request's time."""
+        self._wait_s: float | None = None
+        """Of the time until a client has something to read."""
         self._window: list[Session] = []
 
     def add(self, records: Iterable[LiveRecord], now: float) -> list[Alarm]:
@@ -132,9 +92,11 @@ class Watch:
         # A session counts once so that no client decides a window alone. A window that was tested is tested no more, and a watch has no end:
         # whoever comes again counts once in the next one.
         self.ledger.forget_over()
-        times = [np.array([r.duration_s for r in session.records if r.error is None]) for session in window]
-        self.tested = (self._al_figure(window), self._time_figure(times))
-        return [Alarm(figure.name, figure.measured, figure.reference) for figure in self.tested if figure.alarm]
+        self.tested = (self._al_figure(window), self._time_figure(window))
+        last_at = max(session.last_at for session in window)
+        return [
+            Alarm(figure.name, figure.measured, figure.reference, last_at) for figure in self.tested if figure.alarm
+        ]
 
     def _al_figure(self, window: list[Session]) -> Figure:
         """By how much fewer tokens were accepted than at the lowest AL allowed."""
@@ -147,35 +109,44 @@ class Watch:
             )
             self.reference = None
         if self.reference is None:
-            self.reference = mine
+            self.reference = mine if mine.pooled is not None else None
             log.info("watch: the first %d sessions are the reference: AL %s", len(window), mine)
             return Figure("acceptance length", str(mine), str(mine), mine.source, alarm=False)
         lacking = np.zeros(len(window))
         for i, session in enumerate(window):
             for task, records in by_task(session):
                 usual = self.reference.al(task)
-                if usual is not None:  # of a task that is new nothing is expected
-                    floor = usual * (1 - self._config.al_drop) - 1
-                    lacking[i] += sum(floor * r.rounds - r.accepted for r in records)
+                assert usual is not None, "a reference has rounds"
+                floor = usual * (1 - self._config.al_drop) - 1
+                lacking[i] += sum(floor * r.rounds - r.accepted for r in records)
         alarm = self._is_positive(lacking)
         return Figure("acceptance length", str(mine), str(self.reference), self.reference.source, alarm)
 
-    def _time_figure(self, times: list[np.ndarray]) -> Figure:
-        """How many more requests than 1 in 20 were slower than allowed; `times` in seconds, of each session's requests."""
-        mine_s, alarm = _slow_s(np.concatenate(times)), False
+    def _time_figure(self, window: list[Session]) -> Figure:
+        """How many more requests than 1 in 20 were slower than allowed, or left in vain."""
+        sound = [r for session in window for r in session.records if r.error is None]
+        mine_s = _slow_s([r.duration_s for r in sound])
         if self._slow_s is None:
-            self._slow_s = mine_s
-        else:
-            limit = self._slow_s * (1 + self._config.latency_increase)
-            excess = np.array([np.sum(mine > limit) - (1 - QUANTILE) * len(mine) for mine in times])
-            alarm = self._is_positive(excess)
-        return Figure("p95 latency", _seconds(mine_s), _seconds(self._slow_s), FIRST_WINDOW, alarm)
+            self._slow_s, self._wait_s = mine_s, _slow_s([wait_s(r) for r in sound])
+        # The first window is tested too: what its clients left is slow by the times of those who stayed. Where hardly anybody was answered
+        # nothing is usual, and whoever left with nothing to read counts.
+        slow_s, usual_s = (np.inf, 0.0) if self._slow_s is None else (self._slow_s, self._wait_s)
+        slower = 1 + self._config.latency_increase
+        excess, left = np.zeros(len(window)), 0
+        for i, session in enumerate(window):
+            times = [r.duration_s / slower for r in session.records if r.error is None]
+            in_vain = sum(left_in_vain(r, usual_s, slower) for r in session.records)
+            slow = sum(time > slow_s for time in times) + in_vain
+            excess[i] = slow - (1 - QUANTILE) * (len(times) + in_vain)
+            left += in_vain
+        measured = _seconds(mine_s) + (f", and {left} clients left in vain" if left else "")
+        return Figure("p95 latency", measured, _seconds(self._slow_s), FIRST_WINDOW, self._is_positive(excess))
 
     def _is_positive(self, scores: np.ndarray) -> bool:
         return bool(scores.sum() > -ndtri(self._config.level) * np.sqrt((scores**2).sum()) > 0)
 
 
-def _slow_s(times_s: np.ndarray) -> float | None:
+def _slow_s(times_s: Sequence[float]) -> float | None:
     return float(np.quantile(times_s, QUANTILE)) if len(times_s) >= MIN_TIMES else None
 
 

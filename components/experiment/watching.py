@@ -2,15 +2,15 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from components.config import ExperimentConfig, WatchConfig
+from components.experiment.acceptance import Acceptance, Recorded, Reference
 from components.experiment.conduct import Health, live_weight
 from components.experiment.follow import Follower
-from components.experiment.sessions import Ledger, ended_at
-from components.experiment.watch import FIRST_WINDOW, Acceptance, Alarm, Figure, Recorded, Reference, Watch
-from components.serving.records import LiveRecord
+from components.experiment.watch import FIRST_WINDOW, Alarm, Figure, Watch
 from components.serving.stages import CHAMPION
 from components.storage import Location
 
@@ -74,7 +74,11 @@ def watch_endpoint(
             if watch.tested is not tested:
                 show(watched[1], watched[0], watch.tested)
         for alarm in alarms:
-            log.warning("watch: %s of %s is %s, it was %s", alarm.figure, watched[1], alarm.measured, alarm.reference)
+            until = f"{datetime.fromtimestamp(alarm.last_at, UTC):%Y-%m-%d %H:%M} UTC"
+            log.warning(
+                "watch: %s of %s is %s, it was %s; the window until %s",
+                alarm.figure, watched[1], alarm.measured, alarm.reference, until,
+            )  # fmt: skip
         yield watched[1], alarms
         time.sleep(policy.poll_s)
 
@@ -88,15 +92,3 @@ def main_arm(health: Mapping[str, Any] | None, expected: str | None = None) -> t
     heads = {name: str(health["arms"][name]["head"]) for name in taking}
     arm = max(taking, key=lambda name: (heads[name] == expected, name == CHAMPION, taking[name]))
     return arm, heads[arm]
-
-
-def acceptance_until(records: Iterable[LiveRecord], arm: str, policy: ExperimentConfig, end: float) -> Acceptance:
-    """The AL that an arm had in the requests that ended by `end` (Unix time in seconds)."""
-    ledger = Ledger([arm], policy)
-    over = [
-        session
-        for record in sorted(records, key=ended_at)
-        if ended_at(record) <= end
-        for session in (*ledger.silent(ended_at(record)), *ledger.add(record))
-    ]
-    return Acceptance.of([*over, *ledger.close()], "the experiment")

@@ -83,6 +83,16 @@ def live_records(settings: Settings, storage: Location) -> Location | None:
     return storage.join(FOLDER) if settings.ab.record_requests else None
 
 
+def day_of(unix_s: float) -> str:
+    """The day (UTC) in whose folder the requests are that end at this time."""
+    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d}"
+
+
+def oldest_day(retention_days: int, now_s: float) -> str:
+    """The first day whose records are kept."""
+    return day_of(now_s - timedelta(days=retention_days).total_seconds())
+
+
 def encode_records(records: Iterable[LiveRecord]) -> bytes:
     """One JSON line a record."""
     return "".join(json.dumps(asdict(record)) + "\n" for record in records).encode()
@@ -239,7 +249,7 @@ class RecordWriter:
     def _remove_old(self, now: datetime) -> None:
         if self._retention_days is None:
             return
-        oldest = f"{now - timedelta(days=self._retention_days):%Y-%m-%d}"
+        oldest = oldest_day(self._retention_days, now.timestamp())
         try:
             days = {name.split("/")[0] for name in self._location.files()}
             for day in sorted(day for day in days if day < oldest):

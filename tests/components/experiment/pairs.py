@@ -47,9 +47,11 @@ def make_artifacts(**changes: Any) -> dict[str, Artifact]:
     }
 
 
-def make_settings(serve: ServeTable, storage: Location, heads: Registry) -> Settings:
+def make_settings(
+    serve: ServeTable, storage: Location, heads: Registry, latency_increase: float = ANY_TIME
+) -> Settings:
     url = serve.router.client.base_url
-    watch = {"sessions": 20, "latency_increase": ANY_TIME, "rollback": True}
+    watch = {"sessions": 20, "latency_increase": latency_increase, "rollback": True}
     return Settings.model_validate(
         {
             "target": {"model": "/models/target"},
@@ -87,7 +89,7 @@ class Users:
     """Some hundred sessions a second, dealt by the weights that the router has, until the block ends."""
 
     def __init__(self, serve: ServeTable, records: Location, effect: float) -> None:
-        self.serve, self.records, self.effect = serve, records, effect
+        self.serve, self.records, self.effect, self.slower = serve, records, effect, 1.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._come)
 
@@ -112,7 +114,8 @@ class Users:
                 continue  # nobody answers yet
             share = weights.get(CHALLENGER, 0.0) / sum(weights.values())
             now = time.time()
-            for record in live_traffic(rng, 10, self.effect, share, first=num, weight_epoch=epoch):
+            made = live_traffic(rng, 10, self.effect, share, slower=self.slower, first=num, weight_epoch=epoch)
+            for record in made:
                 head = routing.arms[record.arm].head
                 times = {"started_at": now, "duration_s": record.duration_s * 1e-3}
                 writer.add(replace(record, head=head, assigned_head=head, **times))

@@ -1,9 +1,12 @@
 """Live records as the router writes them, made by the tests."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from components.serving.protocol import CLIENT_CLOSED
 from components.serving.records import LiveRecord
 
 CHALLENGER, CONTROL = "challenger", "champion"
@@ -54,3 +57,18 @@ def live_traffic(
             start += 0.1 + float(fields["duration_s"])
             records.append(live_record(f"s{i}", treated, **fields | changes))
     return records
+
+
+def left(
+    rng: np.random.Generator,
+    records: Iterable[LiveRecord],
+    share: float,
+    arms: Iterable[str],
+    after_s: float = 60.0,
+    ttft_s: float | None = None,
+) -> list[LiveRecord]:
+    """The records, but this share of the requests that were dealt to `arms` was left by its client after `after_s` seconds: with nothing to
+    read, or in the middle of its answer."""
+    nothing: dict[str, Any] = {"rounds": 0, "accepted": 0, "output_tokens": 0, "histogram": [], "tpot_s": None}
+    gone = nothing | {"error": CLIENT_CLOSED, "ttft_s": ttft_s, "duration_s": after_s}
+    return [replace(r, **gone) if r.assigned_arm in arms and rng.random() < share else r for r in records]

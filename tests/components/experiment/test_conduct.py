@@ -5,16 +5,18 @@ import threading
 import time
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from io import StringIO
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from components.config import ExperimentConfig
 from components.experiment.conduct import conduct, hold_back, live_weight, note_weights
-from components.experiment.journal import Plan, open_journal
-from components.experiment.monitor import Arms
-from components.experiment.policy import Action, Decision
-from components.experiment.table import findings_line, findings_table
+from components.experiment.journal import Plan, check_kept, open_journal
+from components.experiment.monitor import Arms, Monitor
+from components.experiment.policy import Action, Decision, decide
+from components.experiment.table import findings_line, findings_table, shown
 from components.section import ConfigError
 from components.serving.records import RecordWriter, encode_records
 from components.storage import Location
@@ -60,9 +62,39 @@ def test_it_ends_with_the_decision_that_its_traffic_calls_for(tmp_path, effect, 
     kept = json.loads(journal.location.join("decision.json").read_bytes())
     assert kept["reasons"] == [asdict(reason) for reason in decision.reasons]
     assert kept["al"] == monitor.findings().al
+    acceptance = journal.acceptance(CHALLENGER)
+    assert acceptance is not None
+    assert (acceptance.pooled, set(acceptance.rounds)) == (kept["al"][CHALLENGER], {"code", "chat"})
     table = findings_table(*looks[-1], ARMS, POLICY.max_requests)
     assert table.row_count == len(decision.reasons) + 1
     assert str(decision.action) in findings_line(*looks[-1], POLICY.max_requests)
+
+
+def test_a_terminal_shows_one_table_that_stays_in_place_and_a_log_a_line_when_something_has_come(caplog):
+    monitor = Monitor(ARMS, {EPOCH: 0.5}, POLICY)
+    looks = []
+    for num in (10, 10, 20):
+        monitor.add(live_record(f"s{num}-{i}", i % 2 == 0) for i in range(num - monitor.ledger.requests))
+        monitor.wait_until(1e9)
+        findings = monitor.findings()
+        looks.append((findings, decide(findings, CONTROL, POLICY)))
+    terminal, pipe = (
+        Console(file=StringIO(), force_terminal=is_terminal, width=300, legacy_windows=False)
+        for is_terminal in (True, False)
+    )
+    caplog.set_level("INFO", "aerie")
+    for console in (terminal, pipe):
+        with shown(ARMS, POLICY.max_requests, console) as show:
+            for look in looks:
+                show(*look)
+    drawn = terminal.file.getvalue()
+    at = [drawn.index(f"continue, {requests}/400 requests") for requests in (10, 20)]
+    up = "\x1b[1A"
+    assert up in drawn[at[0] : at[1]], "the next table is drawn over the one before"
+    assert [line.split(": ", 1)[1] for line in caplog.messages] == [
+        findings_line(*look, POLICY.max_requests) for look in (looks[0], looks[2])
+    ]
+    assert pipe.file.getvalue() == ""
 
 
 class Interrupted(Exception):
@@ -187,6 +219,29 @@ def test_a_plan_does_not_change_after_its_first_look(tmp_path):
     open_journal(storage, plan(1.0, POLICY.model_copy(update={"poll_s": 1.0})))
     with pytest.raises(ConfigError, match=r"ab\.experiment\.max_requests: .*400"):
         open_journal(storage, plan(1.0, POLICY.model_copy(update={"max_requests": 800})))
+
+
+def test_a_setting_that_was_none_when_it_was_planned_has_its_default(tmp_path):
+    storage, old = Location(str(tmp_path)), plan(1.0)
+    open_journal(storage, replace(old, policy={k: v for k, v in old.policy.items() if k != "min_own_answers"}))
+    assert open_journal(storage, plan(1.0)).policy == POLICY
+    with pytest.raises(ConfigError, match=r"ab\.experiment\.min_own_answers: .*planned with 0\.99"):
+        open_journal(storage, plan(1.0, POLICY.model_copy(update={"min_own_answers": 0.5})))
+
+
+def test_an_experiment_whose_first_records_are_gone_does_not_go_on(tmp_path):
+    storage, records, day_s = Location(str(tmp_path)), Location(str(tmp_path / "live")), 86_400.0
+    began = 1_800_000_000.0  # 2027-01-15, 08:00 UTC
+    journal = open_journal(storage, plan(began))
+    records.join("2027-01-15", "a.jsonl").write_bytes(b"")
+    for retention_days, days in ((1, 1), (30, 30), (None, 300)):
+        check_kept(journal, records, retention_days, began + days * day_s)
+    with pytest.raises(ConfigError, match=r"ab\.records_retention_days: .*2027-01-15, .*kept for 1 days"):
+        check_kept(journal, records, 1, began + 2 * day_s)
+    records.join("2027-01-15").delete()
+    check_kept(journal, records, 30, began + day_s)  # nobody has asked anything yet
+    with pytest.raises(ConfigError, match="of that day are gone"):
+        check_kept(journal, records, 30, began + 2 * day_s)
 
 
 def test_the_weights_of_an_epoch_are_those_of_the_arms_that_take_sessions(tmp_path):

@@ -12,9 +12,10 @@ from components.experiment.guardrails import ERRORS, FIRST_ERRORS, LATENCY, TPOT
 from components.experiment.monitor import Arms, Monitor
 from components.experiment.policy import Action, decide
 from components.experiment.sessions import complete_until
-from tests.components.experiment.records import CHALLENGER, CONTROL, EPOCH, live_record, live_traffic
+from tests.components.experiment.records import CHALLENGER, CONTROL, EPOCH, left, live_record, live_traffic
 
 ARMS = Arms(CHALLENGER, CONTROL)
+ARM_NAMES = (CHALLENGER, CONTROL)
 POLICY = ExperimentConfig(min_sessions=40, guardrail_sessions=20, max_requests=5000)
 LONG_AFTER = 1e9
 
@@ -225,6 +226,48 @@ def test_without_streams_the_time_of_a_token_is_not_measured_and_latency_still_i
     decision = act(timeless)
     assert decision.action == Action.CONTINUE
     assert [(r.check, r.measured) for r in decision.reasons if not r.passed] == [(LATENCY, "not measured")]
+
+
+def decide_live(records, policy=POLICY):
+    """With a look every 10 s, as an experiment has it."""
+    made = Monitor(ARMS, {EPOCH: 0.5}, policy)
+    made.add(records)
+    for now in range(0, 900, 10):
+        made.wait_until(float(now))
+        decision = decide(made.findings(), CONTROL, policy)
+        if decision.is_final:
+            break
+    return decision.action, [reason.check for reason in decision.reasons if not reason.passed]
+
+
+@pytest.mark.parametrize(("share", "after_s"), [(0.1, 60.0), (0.5, 60.0), (0.3, 1.0)])
+def test_a_challenger_whose_clients_wait_in_vain_is_stopped(share, after_s):
+    """Its AL is larger. Clients of streams leave early too: after 1 s, where the first text comes after 0.1 s and the last one after 4 s."""
+    for seed in range(3):
+        action, failed = decide_live(
+            left(np.random.default_rng(seed), traffic(seed, effect=0.1), share, [CHALLENGER], after_s)
+        )
+        assert (action, {FIRST_ERRORS, ERRORS} <= set(failed)) == (Action.STOP_HARM, True)
+
+
+def test_a_challenger_whose_answers_break_off_until_clients_leave_is_slow():
+    action, failed = decide_live(left(np.random.default_rng(0), traffic(effect=0.1), 0.3, [CHALLENGER], ttft_s=0.1))
+    assert (action, LATENCY in failed, ERRORS in failed) == (Action.STOP_HARM, True, False)
+
+
+@pytest.mark.parametrize(
+    ("after_s", "ttft_s"), [(0.05, None), (60.0, None), (60.0, 0.1)], ids=["at once", "in vain", "after some text"]
+)
+def test_clients_that_leave_either_head_block_no_promotion(after_s, ttft_s):
+    for seed in range(3):
+        records = left(np.random.default_rng(seed), traffic(seed, 500, effect=0.1), 0.2, ARM_NAMES, after_s, ttft_s)
+        assert act(records).action == Action.PROMOTE
+
+
+def test_who_leaves_within_the_usual_time_says_nothing():
+    records = left(np.random.default_rng(0), traffic(effect=0.1), 0.3, [CHALLENGER], after_s=0.09)
+    action, failed = decide_live(records)
+    assert (action, failed) == (Action.PROMOTE, [])
 
 
 @pytest.mark.parametrize(("share", "of", "few"), [(0.5, 56, 11), (0.1, 300, 9), (0.05, 600, 8)])

@@ -32,8 +32,20 @@ def any_findings(draw):
     return Findings(100, 0, sessions, sessions, 50.0, al, draw(any_bounds()), guardrails, dealt, own, last)
 
 
-def findings(low, estimate, high, excess=-1.0, dealt=True, own=1.0, last=False, al=2.5, measured=True, required=True):
-    guardrail = Guardrail("errors", 0.0, 0.0, Bounds(0.0, excess, 1.0), 0.01, measured, required)
+def findings(
+    low,
+    estimate,
+    high,
+    excess=-1.0,
+    estimate_of_excess=0.0,
+    dealt=True,
+    own=1.0,
+    last=False,
+    al=2.5,
+    measured=True,
+    required=True,
+):
+    guardrail = Guardrail("errors", 0.0, 0.0, Bounds(estimate_of_excess, excess, 1.0), 0.01, measured, required)
     sessions, lengths = {"new": 500, "old": 500}, {"new": al, "old": al}
     bounds = Bounds(estimate, low, high)
     return Findings(900, 0, sessions, sessions, 500.0, lengths, bounds, (guardrail,), dealt, own, last)
@@ -52,6 +64,7 @@ def test_a_promotion_has_every_reason(found):
         assert found.dealt_as_weighted
         assert found.own_answers >= POLICY.min_own_answers
         assert all(guardrail.measured for guardrail in found.guardrails if guardrail.required)
+        assert not any(g.excess.estimate > g.limit for g in found.guardrails if g.measured)
         assert all(reason.passed for reason in decision.reasons)
 
 
@@ -76,6 +89,7 @@ def test_each_action_has_its_case():
     assert action(findings(0.01, 0.03, 0.06)) == Action.CONTINUE  # real, and too small to be worth it so far
     assert action(findings(-0.3, -0.1, -0.01)) == Action.STOP_HARM
     assert action(findings(0.01, 0.12, 0.3, excess=0.02)) == Action.STOP_HARM
+    assert action(findings(0.01, 0.12, 0.3, estimate_of_excess=0.05)) == Action.CONTINUE  # too much, and no proof yet
     assert action(findings(-0.2, -0.05, 0.04)) == Action.STOP_FUTILE
     assert action(findings(-0.01, 0.12, 0.3, last=True)) == Action.STOP_FUTILE
     assert action(findings(0.01, 0.12, 0.3, last=True)) == Action.PROMOTE

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from components.config import Settings
-from components.experiment.journal import FOLDER, LEASE, Journal, open_journal
+from components.experiment.journal import FOLDER, LEASE, ROLLED_BACK, Journal, open_journal
 from components.experiment.outcome import act, roll_back
 from components.experiment.pair import Pair, check_pair
 from components.experiment.policy import Action, Decision
@@ -19,7 +19,7 @@ from components.experiment.run import make_plan, opponent, run_experiment
 from components.experiment.watch import Alarm
 from components.lease import Lease, LeaseHeld
 from components.publishing import registry
-from components.publishing.promotion import ChampionChanged
+from components.publishing.promotion import ChampionChanged, promote
 from components.publishing.registry import Registry
 from components.section import ConfigError
 from components.serving.apps import Service
@@ -40,7 +40,7 @@ from tests.components.serving.serve_table import ServeTable, serve_table
 from tests.conftest import free_port
 from tests.relay import Relay, relay_to
 
-ALARMS = [Alarm("acceptance length", "2.1", "2.5")]
+ALARMS = [Alarm("acceptance length", "2.1", "2.5", 0.0)]
 TO_CHALLENGER = {CHALLENGER: 1.0, CHAMPION: 0.0}
 TO_CHAMPION = {CHALLENGER: 0.0, CHAMPION: 1.0}
 
@@ -149,6 +149,33 @@ def test_traffic_promotes_a_head_and_takes_it_back_and_nothing_is_done_twice(
         assert (serve.num_put, champion(heads)) == (num_put, 1)
 
 
+def test_a_promoted_head_that_gets_slow_is_rolled_back_for_what_came_after_the_watch_began(
+    serve: ServeTable, storage: Location, heads: Registry, pair: Pair, journal: Journal
+) -> None:
+    """It was slow for a while before, when nobody watched."""
+    settings, pause = make_settings(serve, storage, heads, latency_increase=0.25), threading.Event()
+    journal.decide(Decision(Action.PROMOTE, ()), {"requests": 400, "sessions": {}, "al": {}})
+    slow_at: list[float] = []
+
+    def slow_down() -> None:
+        slow_at.append(time.time())
+        users.slower = 4.0
+
+    with Users(serve, storage.join("live"), effect=0.0) as users:
+        act(Action.PROMOTE, journal, pair, heads)
+        for slower in (1.0, 4.0, 1.0):
+            users.slower = slower
+            pause.wait(0.5)
+        again = threading.Timer(1.5, slow_down)
+        again.start()
+        assert run_experiment(settings, storage, make_artifacts(), watch=True) == Action.PROMOTE
+        again.join()
+    assert (champion(heads), serve.routing.weights) == (1, TO_CHAMPION)
+    assert tags(heads, 2)["aerie.live.rolled_back"].startswith("p95 latency is ")
+    undone = json.loads(journal.location.join(ROLLED_BACK).read_bytes())
+    assert undone["rolled_back_at"] > slow_at[0]
+
+
 def test_arms_that_the_ab_stage_tries_are_not_replaced_by_an_experiment(
     serve: ServeTable, storage: Location, settings: Settings, heads: Registry
 ) -> None:
@@ -216,6 +243,18 @@ def test_a_promotion_that_was_decided_before_the_cluster_went_is_done_on_a_new_o
     serve.applications = {}
     assert run_experiment(settings, storage, make_artifacts()) == Action.PROMOTE
     assert (champion(heads), serve.routing.weights) == (2, TO_CHALLENGER)
+
+
+def test_a_promotion_that_was_killed_after_the_alias_had_moved_is_finished(
+    serve: ServeTable, storage: Location, settings: Settings, heads: Registry, pair: Pair, journal: Journal
+) -> None:
+    """Until then a kill switch would leave the champion before."""
+    journal.decide(Decision(Action.PROMOTE, ()), {"requests": 400, "sessions": {}, "al": {}})
+    promote(heads, 2, 1, lambda: pair.give_all(CHALLENGER))
+    assert (champion(heads), serve.routing.control, journal.is_applied) == (2, CHAMPION, False)
+    for _ in range(2):
+        assert run_experiment(settings, storage, make_artifacts()) == Action.PROMOTE
+        assert (serve.routing.control, serve.routing.weights, journal.is_applied) == (CHALLENGER, TO_CHALLENGER, True)
 
 
 def test_an_mlflow_that_is_away_delays_a_promotion_and_a_rollback_but_no_stop(

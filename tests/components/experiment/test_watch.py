@@ -1,12 +1,15 @@
 """A promoted head that gets worse gives an alarm; other tasks, or chance, give none."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from components.config import ExperimentConfig, WatchConfig
+from components.experiment.acceptance import Acceptance, Recorded
 from components.experiment.sessions import Session
-from components.experiment.watch import Acceptance, Recorded, Watch
-from tests.components.experiment.records import CHALLENGER, live_record, live_traffic
+from components.experiment.watch import Watch
+from tests.components.experiment.records import CHALLENGER, left, live_record, live_traffic
 
 POLICY, CONFIG = ExperimentConfig(), WatchConfig(sessions=100)
 LONG_AFTER = 1e9
@@ -43,6 +46,23 @@ def test_a_time_is_compared_with_the_first_window_whatever_the_load_was_before(r
     assert alarms([*loaded, *traffic(2, first=1000, slower=4.0)], reference) == ["p95 latency"]
 
 
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_a_head_that_leaves_its_clients_waiting_gives_an_alarm_in_any_window(reference, share):
+    """Also in the first one, where the times of those who stayed are what is usual, and where nobody stayed."""
+    hanging = left(np.random.default_rng(0), traffic(1), share, [CHALLENGER])
+    assert alarms(hanging, reference) == ["p95 latency"]
+    assert alarms([*traffic(2, first=-1000), *hanging], reference) == ["p95 latency"]
+
+
+@pytest.mark.parametrize(("after_s", "ttft_s"), [(0.05, None), (60.0, 0.1)], ids=["at once", "after some text"])
+def test_clients_that_leave_for_a_reason_of_their_own_are_no_alarm(reference, after_s, ttft_s):
+    leaving = [
+        left(np.random.default_rng(day), traffic(day, first=1000 * day), 0.3, [CHALLENGER], after_s, ttft_s)
+        for day in range(5)
+    ]
+    assert alarms([record for day in leaving for record in day], reference) == []
+
+
 def test_another_mix_of_tasks_is_no_drop(reference):
     """Chat has an AL of 2.5 where code has 3."""
     chat_only = [r for r in traffic(1, 250) if r.task == "chat"]
@@ -50,6 +70,21 @@ def test_another_mix_of_tasks_is_no_drop(reference):
     mine = 1 + sum(r.accepted for r in chat_only) / sum(r.rounds for r in chat_only)
     assert mine < overall * (1 - CONFIG.al_drop / 2)
     assert alarms(chat_only, reference) == []
+
+
+def test_a_task_that_is_new_is_compared_with_all_tasks_together(reference):
+    """Clients may begin to name their tasks, or name them otherwise."""
+    assert alarms([replace(r, task="new") for r in traffic(1)], reference) == []
+    assert alarms([replace(r, task="new") for r in traffic(1, effect=-0.2)], reference) == ["acceptance length"]
+
+
+def test_a_first_window_in_which_nothing_was_drafted_is_no_reference():
+    watch = Watch(CHALLENGER, POLICY, CONFIG)
+    silent = [replace(r, rounds=0, accepted=0, histogram=[]) for r in traffic(0)]
+    assert watch.add(silent, 1000.0) == []
+    assert watch.reference is None
+    assert watch.add(traffic(1, first=2000), 4000.0) == []
+    assert watch.add(traffic(2, first=5000, effect=-0.2), LONG_AFTER)[0].figure == "acceptance length"
 
 
 def test_without_a_reference_the_first_window_becomes_it():

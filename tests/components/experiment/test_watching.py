@@ -7,9 +7,11 @@ import numpy as np
 from rich.table import Table
 
 from components.config import ExperimentConfig, WatchConfig
+from components.experiment.acceptance import Acceptance, Recorded
+from components.experiment.sessions import Session
 from components.experiment.table import watch_table
-from components.experiment.watch import Acceptance, Figure, Recorded
-from components.experiment.watching import acceptance_until, main_arm, watch_endpoint
+from components.experiment.watch import Figure
+from components.experiment.watching import main_arm, watch_endpoint
 from components.serving.records import encode_records
 from components.storage import Location
 from tests.components.experiment.records import live_traffic
@@ -79,7 +81,8 @@ def test_any_champion_is_watched_by_its_own_first_window_and_an_alarm_ends_nothi
 
 
 def test_a_promoted_head_is_compared_with_its_al_in_the_experiment_whatever_its_arm_is_called(tmp_path):
-    reference = acceptance_until(live_traffic(np.random.default_rng(9), 400, share=1.0), "challenger", POLICY, START)
+    before = Session("all", "challenger", 0, live_traffic(np.random.default_rng(9), 400, share=1.0))
+    reference = Acceptance.of([before], "the experiment")
     endpoint = Endpoint(Location(str(tmp_path)), PROMOTED)
     endpoint.recorded = {"v2": Recorded("version 2", 9.0, num_speculative_tokens=3)}
     watch = endpoint.watch("v2", reference)
@@ -120,16 +123,6 @@ def test_what_is_watched_is_what_most_users_meet():
     assert main_arm(both, "v2") == ("challenger", "v2")
     assert main_arm(told(champion=("v1", 1.0, "killed"), other=("v3", 0.1, "serving"))) == ("other", "v3")
     assert main_arm(told(champion=("v1", 0.0, "serving"))) is None
-
-
-def test_the_reference_is_what_was_answered_before_the_decision():
-    records = [
-        r for seed in range(2) for r in live_traffic(np.random.default_rng(seed), 50, share=1.0, first=1000 * seed)
-    ]
-    before = [r for r in records if r.started_at + r.duration_s <= 900]
-    found = acceptance_until(records, "challenger", POLICY, 900.0)
-    assert sum(found.rounds.values()) == sum(r.rounds for r in before)
-    assert sum(found.accepted.values()) == sum(r.accepted for r in before)
 
 
 def test_a_champion_without_an_experiment_is_compared_with_what_its_version_was_registered_with(tmp_path):

@@ -361,12 +361,14 @@ def test_a_paused_arm_gets_no_request_until_it_serves_again(admin):
     assert arms_of(admin) == before
 
 
-def test_a_draining_arm_keeps_its_sessions_until_they_fall_silent():
+def test_a_draining_arm_keeps_its_sessions_until_they_fall_silent(tmp_path):
+    (tmp_path / "token").write_text(TOKEN)
+    routing = routing_to("a", "b", admin_token_file=str(tmp_path / "token"))
     now = [0.0]
     sessions = Sessions(idle_s=100, clock=lambda: now[0])
-    with local_router({"a": Faulty(), "b": Faulty()}, routing_to("a", "b"), sessions=sessions) as router:
+    with local_router({"a": Faulty(), "b": Faulty()}, routing, sessions=sessions) as router:
         known = arms_of(router)
-        router.configure(routing_to("a", "b:draining", weight_epoch=2, replaces=1))
+        assert change(router, "arms/b", state="draining").status_code == 200
         assert arms_of(router) == known
         assert set(arms_of(router, [f"new-{i}" for i in range(30)]).values()) == {"a"}
         assert router.client.get("/health").json()["arms"]["b"]["sessions"] == list(known.values()).count("b")
