@@ -8,9 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 import ray
 import typer
+from ray.exceptions import RayTaskError
 
 from components.cluster_room import WITHOUT_RAY, check_room, stage_needs
 from components.config import Settings
+from components.data.parts import CorruptPart
+from components.data.progress import WorkersFailed
 from components.lease import LeaseHeld, LeaseLost
 from components.pipeline import Pipeline
 from components.plan_table import print_plan
@@ -25,6 +28,7 @@ from components.stage import InputChanged, Stage
 from components.storage import Location
 from components.target.vllm_versions import warn_if_untested
 from components.tracking import Tracker
+from components.training.stages import TrainingFailed
 from pipelines.run_options import RunOptions, with_run_options
 
 log = logging.getLogger("aerie")
@@ -144,7 +148,10 @@ def installed_vllm() -> str | None:
 
 
 def guarded(main: Callable[[], None]) -> None:
-    """Run a typer app; an error that the user can mend is one line and exit code 2, never a traceback."""
+    """Run a typer app; an error that the user can mend is one line and exit code 2, never a traceback.
+
+    What ends a run otherwise has exit code 1, and a worker's last words where one had any.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     log.setLevel(logging.INFO)
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
@@ -152,7 +159,7 @@ def guarded(main: Callable[[], None]) -> None:
     try:
         main()
     except ConfigError as error:
-        _fail(f"error: {error}", 2)
+        _fail(error, 2)
     except (
         LeaseHeld,
         LeaseLost,
@@ -163,10 +170,14 @@ def guarded(main: Callable[[], None]) -> None:
         BundleError,
         DeploymentFailed,
         ServerFailed,
+        CorruptPart,
+        WorkersFailed,
+        TrainingFailed,
     ) as error:
-        _fail(f"error: {error}", 1)
+        _fail(error, 1)
 
 
-def _fail(line: str, code: int) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _fail(error: Exception, code: int) -> None:
+    own = error.cause if isinstance(error, RayTaskError) else error  # a task's error: its text would be a traceback
+    print(f"error: {own}", file=sys.stderr, flush=True)
     sys.exit(code)

@@ -66,7 +66,7 @@ def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> None:
     Raises:
         OSError: the storage is full; what is done stays.
         ConfigError: the cluster has not the workers' resources; or the storage did not answer, again and again, and what is done stays.
-        WorkersFailed: workers did not start, or did nothing but die.
+        WorkersFailed: workers did not start, or did nothing but die; or what they read is damaged.
     """
     pending, need = _missing(job, tasks), Need.of(f"resources.{job.title}", job.resources)
     if len(pending) < len(tasks):
@@ -110,6 +110,8 @@ def _check(job: PartJob, stop: Stop | None) -> None:
     if stop.failure == "storage":
         problem = f"it cannot be read or written ({last_line}); what is done of {job.title} stays"
         raise ConfigError("storage.uri", problem, "repeat the command once it answers: it goes on")
+    if stop.failure == "damaged":
+        raise WorkersFailed(f"{job.title}: {last_line.partition(': ')[2]}")  # without the class, with its own fix
     happened = "its worker does not start" if stop.failure == "start" else "workers die of whatever they are given"
     raise WorkersFailed(f"{job.title}: {happened}; the last one said:\n{stop.words}")
 

@@ -43,7 +43,7 @@ class CorruptPart(Exception):
     fix = "delete the stage's _manifest.json and this file, and run again"
 
     def __init__(self, part: Location, row: int | None, problem: str) -> None:
-        super().__init__(part.uri, row, problem)
+        super().__init__(part, row, problem)  # what pickle makes it of again: workers raise it for the driver
         self.part, self.row, self.problem = part, row, problem
 
     def __str__(self) -> str:

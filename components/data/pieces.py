@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 
 from components.data.blame import Life
-from components.data.parts import PartAccount, open_part, part_writer, read_account
+from components.data.parts import PartAccount, damage_named, open_part, part_writer, read_account
 from components.data.verdict import SILENT_DEATH, Verdict
 from components.storage import Location
 
@@ -145,6 +145,6 @@ def _read(tried: Location) -> tuple[Life, Verdict | None]:
 
 
 def _row_groups(file: Location) -> Iterator[pa.Table]:
-    with open_part(file) as parquet:
+    with open_part(file) as parquet, damage_named(file, None, "cannot be read"):
         for index in range(parquet.num_row_groups):
             yield parquet.read_row_group(index)

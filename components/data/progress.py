@@ -14,11 +14,13 @@ from components.beside import thread_beside
 
 log = logging.getLogger("aerie")
 
-Failure = Literal["rows", "start", "full", "storage", "driver"]
-"""While rows were made, while the worker started, because nothing more can be written, because the storage did not answer, or nobody
-beside the driver."""
-EXCUSES: tuple[Failure, ...] = ("full", "storage", "driver")
+Failure = Literal["rows", "start", "full", "storage", "damaged", "driver"]
+"""While rows were made, while the worker started, because nothing more can be written, because the storage did not answer, because what
+was read is damaged, or because nobody beside the driver answered."""
+EXCUSES: tuple[Failure, ...] = ("full", "storage", "damaged", "driver")
 """Failures that are not the rows'."""
+FINAL: tuple[Failure, ...] = ("full", "damaged")
+"""Failures that no other worker and no later try would be spared."""
 
 PROGRESS_INTERVAL_S = 10.0
 MAX_FAILED_STARTS = 3
@@ -82,7 +84,7 @@ class Progress:
         self._excused |= {process} if failure in EXCUSES else set()
         self._failed_starts += failure == "start"
         cannot_start = self._failed_starts and (not self._has_worked or self._failed_starts == MAX_FAILED_STARTS)
-        if failure == "full" or cannot_start:
+        if failure in FINAL or cannot_start:
             self.stop(failure, self._words)
 
     def is_excused(self, process: str) -> bool:

@@ -31,6 +31,7 @@ from components.draft.schedule import StepSums
 from components.training.reduce import reduce_sums
 from components.training.setup import HeadSpec, build_trainer, own_documents
 from components.training.sources import DocumentSource
+from components.training.stages import TrainingFailed
 from components.training.state import save_state
 from components.training.trainer import Trainer, figures
 from components.training.validation import validate
@@ -39,10 +40,6 @@ log = logging.getLogger("aerie")
 
 REPORT_EVERY_S = 10.0  # a report waits for the controller, which looks every second or two: not every step
 MAX_WORKER_FAILURES = 2  # a lost worker restarts from the last checkpoint this often
-
-
-class TrainingFailed(Exception):
-    """Training ended without a head."""
 
 
 @dataclass(frozen=True)

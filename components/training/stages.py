@@ -22,6 +22,10 @@ TRAINING_SHARE = (
 START_S = 40.0
 
 
+class TrainingFailed(Exception):
+    """Training ended without a head."""
+
+
 def head_stage(settings: Settings) -> Stage:
     """Trains the P-EAGLE head with Ray Train and writes `head/` and `curves.jsonl`."""
 

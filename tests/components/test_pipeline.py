@@ -9,15 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from components.config import Settings
 from components.config_loading import load_settings
+from components.data.parts import CorruptPart
+from components.data.progress import WorkersFailed
 from components.forecast import Forecast
 from components.pipeline import Pipeline, Selection, check_disk
 from components.section import ConfigError
 from components.stage import Artifact, Outcome, Output, Stage
 from components.storage import Location
 from components.tracking import Tracker
+from components.training.stages import TrainingFailed
+from pipelines.cli import guarded
 from tests.conftest import project_environment
 
 NOWHERE = "http://127.0.0.1:9"
@@ -120,6 +125,32 @@ def test_the_plan_names_what_would_run_and_writes_nothing(tmp_path: Path) -> Non
         ("report", "run"),
     ]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CorruptPart(Location("s3://bucket/part-00000.parquet"), 3, "its checksum is not its own"),
+        WorkersFailed("features: its worker does not start; the last one said:\nno such model"),
+        TrainingFailed("training ended without a checkpoint"),
+        ConfigError("storage.uri", "it is away", "wait"),
+    ],
+)
+@pytest.mark.parametrize("in_a_task", [False, True])
+def test_what_ends_a_run_is_said_without_a_traceback(
+    error: Exception, in_a_task: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> None:
+        raise (
+            RayTaskError("f", "Traceback (most recent call last): ...", error).as_instanceof_cause()
+            if in_a_task
+            else error
+        )
+
+    with pytest.raises(SystemExit) as end:
+        guarded(main)
+    assert end.value.code == (2 if isinstance(error, ConfigError) else 1)
+    assert capsys.readouterr().err == f"error: {error}\n"
 
 
 def test_a_disk_that_is_too_small_is_refused_up_front(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Errors that rows cannot be behind, told from those that they may be."""
 
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import pyarrow as pa
 import pytest
 
 from components import s3
-from components.data.answering import SCHEMA as RESPONSES
+from components.data.answers import SCHEMA as RESPONSES
+from components.data.answers import read_answers, write_answers
 from components.data.blame import Unheard, innocent_cause
 from components.data.part_worker import PartTask, Piece
-from components.data.parts import PartAccount, part_writer, read_columns
+from components.data.parts import CorruptPart, PartAccount, part_writer, read_columns
 from components.data.shards import write_shard
 from components.storage import Location
 from tests.components.data.counting import CountingWorker
@@ -41,6 +43,25 @@ def test_a_folder_that_cannot_be_used_is_the_storages_doing(tmp_path: Path) -> N
         lambda: write_shard(file.join("below"), [], PartAccount()),
     ):
         assert caused_by(work) == "storage"
+
+
+@pytest.mark.parametrize("column", ["output_ids", "crc32"])
+def test_a_damaged_part_is_neither_the_storages_nor_its_rows_doing(tmp_path: Path, column: str) -> None:
+    """pyarrow finds one of them, by the checksum of a page and as an OSError; the row's own checksum the other."""
+    part = Location(str(tmp_path / "part-00000.parquet"))
+    row = dict.fromkeys(RESPONSES.names, "x") | {"turn": 0, "prompt_ids": [7], "output_ids": [123456789]}
+    if column == "output_ids":
+        write_answers(part, [row], PartAccount(kept=1))
+        part.path.write_bytes(part.path.read_bytes().replace(int.to_bytes(123456789, 4, "little"), b"\0\0\0\0"))
+    else:
+        with part_writer(part, RESPONSES, PartAccount(kept=1)) as writer:
+            writer.write_table(pa.Table.from_pylist([row | {"crc32": 1}], schema=RESPONSES))
+    assert caused_by(lambda: read_answers(part)) == "damaged"
+    with pytest.raises(CorruptPart) as found:
+        read_answers(part)
+    assert isinstance(found.value.__cause__, OSError) == (column == "output_ids")
+    sent = pickle.loads(pickle.dumps(found.value))
+    assert (type(sent), str(sent)) == (CorruptPart, str(found.value))
 
 
 @pytest.fixture

@@ -1,0 +1,35 @@
+"""What the driver says when workers stop; no Ray is needed."""
+
+from pathlib import Path
+
+import pytest
+
+from components.data.part_map import _check
+from components.data.parts import CorruptPart, UnknownFormat
+from components.data.progress import Stop, WorkersFailed
+from components.section import ConfigError
+from components.storage import Location
+from tests.components.data.counting import counting_job
+
+SHARD = Location("s3://bucket/responses/0123456789abcdef/part-00003.parquet")
+
+
+@pytest.mark.parametrize(
+    "error", [CorruptPart(SHARD, 2, "its checksum is not its own"), UnknownFormat(SHARD, None, "it has format 1")]
+)
+def test_a_damaged_input_ends_the_job_with_its_own_fix(error: CorruptPart) -> None:
+    words = f"Traceback (most recent call last):\n  ...\n{type(error).__module__}.{type(error).__name__}: {error}\n"
+    with pytest.raises(WorkersFailed) as raised:
+        _check(counting_job(Location("/nowhere")), Stop("damaged", words))
+    assert str(raised.value) == f"counting: {error}"
+
+
+def test_other_ends_of_a_job_are_told_apart(tmp_path: Path) -> None:
+    job = counting_job(Location(str(tmp_path)))
+    _check(job, None)
+    with pytest.raises(OSError, match="No space"):
+        _check(job, Stop("full", "OSError: [Errno 28] No space left on device"))
+    with pytest.raises(ConfigError, match=r"storage\.uri: it cannot be read or written \(OSError: away\)"):
+        _check(job, Stop("storage", "OSError: away"))
+    with pytest.raises(WorkersFailed, match=r"workers die of whatever they are given; (.|\n)*CUDA"):
+        _check(job, Stop("rows", "CUDA error"))
