@@ -1,4 +1,4 @@
-"""Whether rows can be what ended a worker: a storage that is away, damaged input, a dead node and a killed driver are not."""
+"""Whether rows can be what ended a worker: a storage that is away, damaged input, a lost lease, a dead node and a killed driver are not."""
 
 import os
 import socket
@@ -13,6 +13,7 @@ import ray
 import components
 from components import s3, storage
 from components.data.parts import CorruptPart
+from components.lease import LeaseLost
 from components.storage import is_full
 
 PROJECT = Path(components.__file__).parent
@@ -54,7 +55,7 @@ def node_answers(node: str) -> bool:
     return False
 
 
-def innocent_cause(error: BaseException) -> Literal["full", "storage", "damaged", "driver"] | None:
+def innocent_cause(error: BaseException) -> Literal["full", "storage", "damaged", "lost", "driver"] | None:
     """What failed, where it was not the rows' doing; None where it may have been.
 
     An error of the operating system is the storage's when `Location` or pyarrow met it, and may be the rows' when an engine did.
@@ -66,6 +67,8 @@ def innocent_cause(error: BaseException) -> Literal["full", "storage", "damaged"
             return "driver"
         if isinstance(found, CorruptPart):  # pyarrow's OSError of a checksum is below it
             return "damaged"
+        if isinstance(found, LeaseLost):
+            return "lost"
         if isinstance(found, OSError) and _met_by_storage(found):
             return "storage"
     return None

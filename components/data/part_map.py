@@ -31,7 +31,9 @@ from components.data.progress import (
     WorkersFailed,
     progress_lines,
 )
+from components.lease import Hold, LeaseLost, hold_of_this_process
 from components.section import ConfigError
+from components.stage import LEASE
 from components.storage import Location
 
 log = logging.getLogger("aerie")
@@ -66,6 +68,7 @@ def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> None:
     Raises:
         OSError: the storage is full; what is done stays.
         ConfigError: the cluster has not the workers' resources; or the storage did not answer, again and again, and what is done stays.
+        LeaseLost: another run took the output over.
         WorkersFailed: workers did not start, or did nothing but die; or what they read is damaged.
     """
     pending, need = _missing(job, tasks), Need.of(f"resources.{job.title}", job.resources)
@@ -74,16 +77,17 @@ def make_parts(job: PartJob, tasks: Sequence[PartTask]) -> None:
     if not pending:
         return
     progress = start_beside_driver(Progress, job.resources.replicas + DEATHS_PER_ATTEMPT * job.max_attempts)
+    hold = hold_of_this_process(job.output.join(LEASE))
     check_room([need])
     with waiting_lines(job.title, [need], lambda: ray.get(progress.has_begun.remote(), timeout=5)):
-        _make(job, tasks, pending, progress)
+        _make(job, tasks, pending, progress, hold)
 
 
-def _make(job: PartJob, tasks: Sequence[PartTask], pending: list[PartTask], progress: Any) -> None:
+def _make(job: PartJob, tasks: Sequence[PartTask], pending: list[PartTask], progress: Any, hold: Hold) -> None:
     failed_runs = 0
     while pending:
         try:
-            _run(job, pending, progress)
+            _run(job, pending, progress, hold)
             failed_runs = 0
         except RayError as error:  # not a worker's end: those are seen by the parts they leave
             failed_runs += 1
@@ -110,8 +114,11 @@ def _check(job: PartJob, stop: Stop | None) -> None:
     if stop.failure == "storage":
         problem = f"it cannot be read or written ({last_line}); what is done of {job.title} stays"
         raise ConfigError("storage.uri", problem, "repeat the command once it answers: it goes on")
+    its_own = last_line.partition(": ")[2]  # without the class
     if stop.failure == "damaged":
-        raise WorkersFailed(f"{job.title}: {last_line.partition(': ')[2]}")  # without the class, with its own fix
+        raise WorkersFailed(f"{job.title}: {its_own}")
+    if stop.failure == "lost":
+        raise LeaseLost(its_own)
     happened = "its worker does not start" if stop.failure == "start" else "workers die of whatever they are given"
     raise WorkersFailed(f"{job.title}: {happened}; the last one said:\n{stop.words}")
 
@@ -132,7 +139,7 @@ def _calls(job: PartJob, tasks: Sequence[PartTask]) -> list[dict[str, Any]]:
     return [{"tasks": [asdict(task) for task in group]} for group in groups]
 
 
-def _run(job: PartJob, tasks: Sequence[PartTask], progress: Any) -> None:
+def _run(job: PartJob, tasks: Sequence[PartTask], progress: Any, hold: Hold) -> None:
     calls = _calls(job, tasks)
     figures = progress_lines(job.title, job.unit, job.total, lambda: ray.get(progress.done.remote(), timeout=5))
     with _quiet_context(), figures:
@@ -142,6 +149,7 @@ def _run(job: PartJob, tasks: Sequence[PartTask], progress: Any) -> None:
                 job.worker,
                 job.output,
                 progress,
+                hold,
                 job.worker_args,
                 job.max_attempts,
                 job.stall_timeout_s,

@@ -20,9 +20,12 @@ from components.data.pieces import Pieces
 from components.data.progress import Failure
 from components.data.verdict import ERROR, STALLED, Verdict
 from components.data.watchdog import LAST_WORDS_TIMEOUT_S, Watchdog
+from components.lease import Hold
 from components.storage import Location
 
 REPORT_INTERVAL_S = 1.0
+LOOK_INTERVAL_S = 10.0
+"""Between a worker's looks at the lease: whoever takes it over has no engine up sooner."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +112,14 @@ class PartRunner:
         worker: type[PartWorker],
         output: Location,
         progress: Any,
+        hold: Hold,
         worker_args: tuple[Any, ...],
         max_attempts: int,
         stall_timeout_s: float,
     ) -> None:
         self._start = lambda: worker(output, self._report, *worker_args)
         self._output, self._progress, self._max_attempts = output, progress, max_attempts
+        self._hold, self._looked_at_s = hold, 0.0
         self._worker: PartWorker | None = None
         self._watchdog = Watchdog(stall_timeout_s, self._seen_at_s, self._on_stall)
         self._called_at_s = time.monotonic()
@@ -191,10 +196,20 @@ class PartRunner:
         return not ray.get(self._progress.is_excused.remote(life.process))
 
     def _report(self, done: Mapping[str, int]) -> None:
+        self._look()
         try:
             ray.get(self._progress.add.remote(done))
         except RayError as error:
             raise Unheard from error
+
+    def _look(self) -> None:
+        """Raises LeaseLost when another run writes the output by now, before a part of it is replaced."""
+        now_s = time.time()  # the other clock stands still while a machine is suspended
+        if now_s - self._looked_at_s < LOOK_INTERVAL_S:
+            return
+        self._looked_at_s = now_s
+        with suppress(OSError):  # a storage that is away is nobody else's either
+            self._hold.check()
 
     def _end(self, failure: Failure) -> None:
         try:

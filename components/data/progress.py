@@ -14,12 +14,12 @@ from components.beside import thread_beside
 
 log = logging.getLogger("aerie")
 
-Failure = Literal["rows", "start", "full", "storage", "damaged", "driver"]
+Failure = Literal["rows", "start", "full", "storage", "damaged", "lost", "driver"]
 """While rows were made, while the worker started, because nothing more can be written, because the storage did not answer, because what
-was read is damaged, or because nobody beside the driver answered."""
-EXCUSES: tuple[Failure, ...] = ("full", "storage", "damaged", "driver")
+was read is damaged, because another run has the lease, or because nobody beside the driver answered."""
+EXCUSES: tuple[Failure, ...] = ("full", "storage", "damaged", "lost", "driver")
 """Failures that are not the rows'."""
-FINAL: tuple[Failure, ...] = ("full", "damaged")
+FINAL: tuple[Failure, ...] = ("full", "damaged", "lost")
 """Failures that no other worker and no later try would be spared."""
 
 PROGRESS_INTERVAL_S = 10.0

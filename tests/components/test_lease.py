@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from components.lease import Lease, LeaseHeld, LeaseLost
+from components.lease import INTERRUPT, Lease, LeaseHeld, LeaseLost, hold_of_this_process
 from components.storage import Location
 from tests.conftest import project_environment
 
@@ -77,23 +78,67 @@ def test_a_holder_on_another_machine_is_gone_only_after_its_time_to_live(place: 
 
 
 def test_the_heartbeat_keeps_a_lease_alive(place: Location) -> None:
-    with Lease(place, ttl_s=0.4):
-        time.sleep(1.0)
-        assert time.time() - json.loads(place.read_bytes())["heartbeat_at"] < 0.4
-        with pytest.raises(LeaseHeld), Lease(place, ttl_s=0.4):
+    with Lease(place, ttl_s=1.0):
+        time.sleep(1.5)
+        assert time.time() - json.loads(place.read_bytes())["heartbeat_at"] < 1.0
+        with pytest.raises(LeaseHeld), Lease(place, ttl_s=1.0):
             pass
 
 
 def test_a_holder_that_slept_too_long_learns_that_it_lost(place: Location) -> None:
-    holder = hold_in_subprocess(place, ttl_s=0.5)
+    holder = hold_in_subprocess(place, ttl_s=1.0)
     holder.send_signal(signal.SIGSTOP)
-    time.sleep(0.7)
-    with Lease(place, ttl_s=0.5) as lease:
+    time.sleep(1.3)
+    with Lease(place, ttl_s=1.0) as lease:
         holder.send_signal(signal.SIGCONT)
         time.sleep(0.5)
         lease.check()  # the old holder's heartbeat did not write over ours
-    holder.kill()
-    holder.wait()
+        _, words = holder.communicate(timeout=20)  # it ended by itself, out of a sleep
+    assert holder.returncode == 1
+    assert f"LeaseLost: {place.uri} was taken over by process {os.getpid()}" in words.splitlines()[-1]
+
+
+def test_a_wait_ends_when_the_lease_is_lost(place: Location) -> None:
+    def wait() -> None:
+        place.write_bytes(foreign_record(age_s=0.0))
+        time.sleep(60)
+
+    before = signal.getsignal(INTERRUPT)
+    with pytest.raises(LeaseLost, match="taken over by process 1 on elsewhere"), Lease(place, ttl_s=2.0):
+        wait()
+    assert signal.getsignal(INTERRUPT) == before
+    with pytest.raises(KeyboardInterrupt), Lease(Location(f"{place.uri}-2"), LONG_S):
+        raise KeyboardInterrupt  # the user's own stays one
+
+
+class SlowPlace(Location):
+    """Where half a second passes between a call and the write."""
+
+    def write_bytes(self, data: bytes) -> None:
+        time.sleep(0.5)
+        super().write_bytes(data)
+
+
+def test_a_heartbeat_that_may_have_written_over_a_new_holders_ends_the_holder(place: Location) -> None:
+    """Between its look and its write it slept longer than the lease lives."""
+    with pytest.raises(LeaseLost), Lease(SlowPlace(place.uri), ttl_s=0.2):
+        time.sleep(60)
+    assert not place.exists()
+
+
+def test_workers_see_for_themselves_that_a_lease_is_lost(place: Location) -> None:
+    hold_of_this_process(place).check()  # no lease at all: nothing to lose
+    with Lease(place, LONG_S):
+        hold = pickle.loads(pickle.dumps(hold_of_this_process(place)))
+        hold.check()
+        place.write_bytes(foreign_record(age_s=0.0))
+        with pytest.raises(LeaseLost, match="taken over by process 1 on elsewhere"):
+            hold.check()
+        with pytest.raises(LeaseLost, match="taken over by process 1 on elsewhere"):
+            hold_of_this_process(place)
+    place.delete()
+    with pytest.raises(LeaseLost, match="taken over by nobody"):
+        hold.check()
 
 
 def test_check_raises_after_a_takeover(place: Location) -> None:
@@ -145,7 +190,9 @@ def test_of_many_who_see_a_dead_holder_one_gets_in(place: Location) -> None:
 
 def hold_in_subprocess(place: Location, ttl_s: float = LONG_S) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", HOLD_FOREVER, place.uri, str(ttl_s)]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=project_environment())
+    holder = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=project_environment()
+    )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     return holder

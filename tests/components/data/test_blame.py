@@ -14,6 +14,7 @@ from components.data.blame import Unheard, innocent_cause
 from components.data.part_worker import PartTask, Piece
 from components.data.parts import CorruptPart, PartAccount, part_writer, read_columns
 from components.data.shards import write_shard
+from components.lease import Hold, LeaseLost
 from components.storage import Location
 from tests.components.data.counting import CountingWorker
 from tests.conftest import free_port, s3_environment
@@ -101,6 +102,12 @@ def test_causes_are_found_below_what_was_made_of_them() -> None:
         except OSError as error:
             raise RuntimeError("spilling failed") from error
 
+    def lost() -> None:
+        try:
+            Hold(Location("/nowhere/_lease.json"), "ours").check()
+        except LeaseLost as error:
+            raise RuntimeError("in a callback") from error
+
     def unheard() -> None:
         try:
             raise Unheard
@@ -108,4 +115,5 @@ def test_causes_are_found_below_what_was_made_of_them() -> None:
             raise ValueError("in a callback") from None
 
     assert caused_by(full) == "full"
+    assert caused_by(lost) == "lost"
     assert caused_by(unheard) == "driver"

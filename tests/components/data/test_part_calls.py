@@ -7,6 +7,7 @@ import pytest
 from components.data.part_map import _check
 from components.data.parts import CorruptPart, UnknownFormat
 from components.data.progress import Stop, WorkersFailed
+from components.lease import LeaseLost
 from components.section import ConfigError
 from components.storage import Location
 from tests.components.data.counting import counting_job
@@ -22,6 +23,16 @@ def test_a_damaged_input_ends_the_job_with_its_own_fix(error: CorruptPart) -> No
     with pytest.raises(WorkersFailed) as raised:
         _check(counting_job(Location("/nowhere")), Stop("damaged", words))
     assert str(raised.value) == f"counting: {error}"
+
+
+def test_a_lost_lease_ends_the_job_as_what_it_is() -> None:
+    error = LeaseLost("s3://bucket/_lease.json was taken over by process 1 on elsewhere")
+    with pytest.raises(LeaseLost) as raised:
+        _check(
+            counting_job(Location("/nowhere")),
+            Stop("lost", f"Traceback:\n  ...\ncomponents.lease.LeaseLost: {error}\n"),
+        )
+    assert str(raised.value) == str(error)
 
 
 def test_other_ends_of_a_job_are_told_apart(tmp_path: Path) -> None:

@@ -9,16 +9,20 @@ import pytest
 import ray
 
 from components import cluster_room
+from components.beside import start_beside_driver, thread_beside
 from components.cluster_room import Started
-from components.data.part_map import make_parts
+from components.data.part_map import _make, make_parts
 from components.data.part_worker import PartTask
 from components.data.parts import QUARANTINE, conclude, part_names
 from components.data.pieces import PIECES
-from components.data.progress import WorkersFailed
+from components.data.progress import Progress, WorkersFailed
+from components.lease import Hold, Lease, LeaseLost
 from components.section import ConfigError
+from components.stage import LEASE
 from components.storage import Location
 from tests.components.data.counting import (
     HELPERS,
+    MADE,
     OUTAGE,
     OUTAGES,
     FullDiskWorker,
@@ -32,6 +36,8 @@ from tests.conftest import is_running
 from tests.peak import forget_peak, peak_bytes
 
 STALL_TIMEOUT_S = 5.0
+OTHERS = b'{"owner": "others", "pid": 1, "host": "elsewhere", "heartbeat_at": 0}'
+"""A lease of another run."""
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -91,6 +97,28 @@ def test_a_full_disk_ends_the_job_and_keeps_what_is_done(output):
     make_parts(counting_job(output, 4), tasks(4))
     assert numbers_in(output) == list(range(16))
     assert [times_made(output)[number] for number in range(8)] == [1] * 8
+
+
+def test_workers_of_a_run_that_lost_its_lease_replace_nothing(output):
+    """Its driver hangs, and another run has the lease: each worker sees it before it writes."""
+    job, lost = counting_job(output, 2, (), (), (), "", 0.6), Hold(output.join(LEASE), "ours")
+    output.join(LEASE).write_bytes(OTHERS)
+    progress = start_beside_driver(Progress, 9)
+    with pytest.raises(LeaseLost, match=r"_lease\.json was taken over by process 1 on elsewhere"):
+        _make(job, tasks(2), tasks(2), progress, lost)
+    assert part_names(output) == []
+
+
+def test_a_run_that_lost_its_lease_is_interrupted_while_it_waits_for_workers(output):
+    def take_over(over):
+        while not over.wait(0.1):
+            if output.join(MADE).path.exists():  # a worker has begun
+                output.join(LEASE).write_bytes(OTHERS)
+
+    job = counting_job(output, 1, (), (), (), "", 15.0, replicas=1)
+    with thread_beside("rival", take_over), pytest.raises(LeaseLost), Lease(output.join(LEASE), ttl_s=2.0):
+        make_parts(job, tasks(1))
+    assert part_names(output) == []
 
 
 def test_a_cluster_that_is_too_small_is_refused_before_anything_starts(output):

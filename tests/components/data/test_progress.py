@@ -41,7 +41,7 @@ def test_a_start_may_fail_after_an_engine_died():
 
 @pytest.mark.parametrize(
     ("failure", "words"),
-    [("full", "No space left on device"), ("damaged", "not what was written")],
+    [("full", "No space left on device"), ("damaged", "not what was written"), ("lost", "taken over")],
 )
 def test_what_no_other_worker_is_spared_stops_the_job_whatever_was_done(failure, words):
     progress = Progress(10)
