@@ -102,15 +102,15 @@ def check_fits(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) -> N
 
 @contextmanager
 def waiting_lines(title: str, needs: Sequence[Need], has_started: Callable[[], bool]) -> Iterator[None]:
-    """Says, as long as nothing has started while the block runs, what is waited for and who has it."""
+    """Says, as long as nothing has started while the block runs, what is waited for and who has it; later, when nodes went, what they had."""
 
     def watch(over: threading.Event) -> None:
         wait_s = PATIENCE_S
         while not over.wait(wait_s):
             with suppress(RayError):  # the lines are a courtesy
-                if has_started():
-                    return
-                log.warning("%s: %s", title, waiting_line(needs))
+                line = lack_line(needs) if has_started() else waiting_line(needs)
+                if line:
+                    log.warning("%s: %s", title, line)
             wait_s = REPEAT_S
 
     with thread_beside(f"{title}-waiting", watch):
@@ -125,6 +125,18 @@ def waiting_line(needs: Sequence[Need]) -> str:
     free, there = ray.available_resources(), ray.cluster_resources()
     rest = ", ".join(f"{free.get(kind, 0):g} of {there[kind]:g} {kind}s" for kind in KINDS if there.get(kind))
     return f"nothing has started yet: needs {', '.join(map(str, needs))}; free: {rest}{_holders()}{_growth()}"
+
+
+def lack_line(needs: Sequence[Need]) -> str:
+    """What the nodes that are up could not run, though nothing else were on them; nothing where all of it fits or a cluster adds nodes."""
+    try:
+        check_fits(needs, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    except ConfigError as lack:
+        if starting_nodes() is None:
+            return (
+                f"a node has gone: {lack.problem}; what does not fit is waited for, and starts with a node that comes"
+            )
+    return ""
 
 
 def are_up(actors: Sequence[Any]) -> Callable[[], bool]:

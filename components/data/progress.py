@@ -23,6 +23,8 @@ FINAL: tuple[Failure, ...] = ("full", "damaged", "lost")
 """Failures that no other worker and no later try would be spared."""
 
 PROGRESS_INTERVAL_S = 10.0
+STILL_S = 60.0
+"""What is left is not guessed while nothing new was done for so long: workers are starting, or have nowhere to."""
 MAX_FAILED_STARTS = 3
 DEATHS_PER_ATTEMPT = 10
 """Deaths in a row, for each of `max_attempts`, that a job bears while nothing is done: a handful of deadly rows."""
@@ -110,17 +112,22 @@ def progress_lines(title: str, unit: str, total: int, done: Callable[[], Mapping
     started_at_s = time.monotonic()
 
     def speak(over: threading.Event) -> None:
+        seen, seen_at_s = dict[str, int](), started_at_s
         while not over.wait(PROGRESS_INTERVAL_S):
             with suppress(RayError):  # the figures are a courtesy
-                log.info("%s: %s", title, _figures(unit, total, done(), time.monotonic() - started_at_s))
+                now, now_s = dict(done()), time.monotonic()
+                seen, seen_at_s = (seen, seen_at_s) if now == seen else (now, now_s)
+                log.info("%s: %s", title, _figures(unit, total, now, now_s - started_at_s, now_s - seen_at_s))
 
     with thread_beside(f"{title}-progress", speak):
         yield
 
 
-def _figures(unit: str, total: int, done: Mapping[str, int], elapsed_s: float) -> str:
+def _figures(unit: str, total: int, done: Mapping[str, int], elapsed_s: float, still_s: float) -> str:
     number = done.get(unit, 0)
     figures = f"{number}/{total} {unit}, {done.get('tokens', 0) / elapsed_s:.0f} tokens/s"
     if not number:
         return f"{figures} (starting)"
+    if still_s >= STILL_S:
+        return f"{figures}, nothing new for {still_s:.0f} s"
     return f"{figures}, about {max(0, total - number) * elapsed_s / number:.0f} s left"

@@ -7,7 +7,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 import ray
 from ray import ObjectRef
+from ray.exceptions import RayError
 
 from components.beside import start_beside_driver
-from components.cluster_room import Need, are_up, check_room, stage_needs, waiting_lines
+from components.cluster_room import are_up, check_room, stage_needs, waiting_lines
 from components.config import Settings
 from components.data.extractors.interface import ExtractorSpec
 from components.data.open_shards import Kept, OpenShards
@@ -31,6 +32,7 @@ from components.training.order import SHARDS_SHUFFLED_TOGETHER, Entry
 log = logging.getLogger("aerie")
 
 GB = 1e9
+TOKENS_TIMEOUT_S = 30.0  # of a worker whose node is gone; one that captures ahead is done by then
 OPEN_SHARDS = SHARDS_SHUFFLED_TOGETHER + 1  # of an epoch's group, and the first of the next one
 
 
@@ -116,7 +118,8 @@ def open_stream(
         ConfigError: the cluster has not the resources of capture and training together.
     """
     resources, stream = settings.resources.features, settings.data.stream
-    check_room(stage_needs("head", settings))
+    needs = stage_needs("head", settings)
+    check_room(needs)
     options = {
         "num_cpus": resources.num_cpus,
         "num_gpus": resources.num_gpus,
@@ -129,10 +132,11 @@ def open_stream(
     worker = ray.remote(StreamWorker).options(**options)
     workers = [worker.remote(job, number, trials) for number in range(resources.replicas)]
     try:
-        with waiting_lines("capture", [Need.of("resources.features", resources)], are_up(workers)):
+        with waiting_lines("capture", needs, are_up(workers)):
             yield StreamedDocuments(workers, stream.documents_in_flight)
-        tokens = ray.get([worker.tokens.remote() for worker in workers])
-        log.info("head: %d tokens captured, %d replayed from memory", *map(sum, zip(*tokens, strict=True)))
+        with suppress(RayError):  # a courtesy: what was to be captured is
+            tokens = ray.get([worker.tokens.remote() for worker in workers], timeout=TOKENS_TIMEOUT_S)
+            log.info("head: %d tokens captured, %d replayed from memory", *map(sum, zip(*tokens, strict=True)))
     finally:
         for handle in workers:
             ray.kill(handle)

@@ -12,6 +12,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
+from components.cluster_room import Need, lack_line
 from components.config import Settings
 from components.data.capturing import CaptureWorker
 from components.data.features import record_features
@@ -63,6 +64,7 @@ def main(target: str, responses: Location, output: Location) -> None:
     nodes = output.join(NODES).files()
     table = outcome.rows.table() if outcome.rows else None
     said = {"doomed": doomed.node_id, "nodes": nodes, "alive": count_alive(2), "rows": table}
+    said["lack"] = lack_line([Need.of("resources.features", SETTINGS.resources.features)])
     output.join(SAID).write_bytes(json.dumps(said).encode())
     ray.shutdown()
     cluster.shutdown()

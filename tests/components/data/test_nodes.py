@@ -41,6 +41,9 @@ def test_a_killed_node_costs_no_row_and_changes_none(tiny_target: Path, tmp_path
 
     said = json.loads(output.join(SAID).read_bytes())
     assert said["alive"] == 2
+    assert said["lack"].startswith(
+        "a node has gone: 3 x 1 CPUs do not fit in the cluster, whose nodes have 2 x 1 CPUs;"
+    )
     assert said["doomed"] in said["nodes"]
     assert len(said["nodes"]) >= 2
     assert said["rows"] == f"in {NUM_ROWS}, kept {NUM_ROWS}, truncated 0"

@@ -10,7 +10,7 @@ import ray
 
 from components import cluster_room
 from components.beside import start_beside_driver, thread_beside
-from components.cluster_room import Started
+from components.cluster_room import Need, Started, waiting_lines
 from components.data.part_map import _make, make_parts
 from components.data.part_worker import PartTask
 from components.data.parts import QUARANTINE, conclude, part_names
@@ -145,6 +145,19 @@ def test_whoever_waits_says_for_what_and_who_has_it(output, caplog, monkeypatch)
     assert lines[0].startswith("counting: nothing has started yet: needs 2 x 1 CPUs; free: 0 of 8 CPUs; held: ")
     assert f"Started ({free} CPUs)" in lines[0]
     assert numbers_in(output) == list(range(8))
+
+
+def test_nodes_that_went_are_missed_by_whoever_had_begun(caplog, monkeypatch):
+    monkeypatch.setattr(cluster_room, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(cluster_room, "REPEAT_S", 0.1)
+    one, many = (Need("resources.counting", number, {"CPU": 1.0}) for number in (8, 9))
+    with waiting_lines("fits", [one], lambda: True), waiting_lines("lacks", [many], lambda: True):
+        deadline_s = time.monotonic() + 60
+        while not caplog.messages and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+    assert {line.partition(";")[0] for line in caplog.messages} == {
+        "lacks: a node has gone: 9 x 1 CPUs do not fit in the cluster, whose nodes have 1 x 8 CPUs"
+    }
 
 
 def test_the_driver_holds_no_rows(output):

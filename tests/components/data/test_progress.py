@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from components.data.progress import MAX_FAILED_STARTS, Failure, Progress
+from components.data.progress import MAX_FAILED_STARTS, STILL_S, Failure, Progress, _figures
 
 
 def test_calls_in_a_row_with_nothing_done_stop_the_job():
@@ -78,6 +78,13 @@ def test_failing_rows_alone_stop_nothing():
     progress.fail("rows", "CUDA error", "a")
     assert progress.begin()
     assert progress.last_words() == "CUDA error"
+
+
+def test_a_line_guesses_what_is_left_only_while_something_is_done():
+    done = {"answers": 25, "tokens": 500}
+    assert _figures("answers", 100, {}, 50.0, 50.0) == "0/100 answers, 0 tokens/s (starting)"
+    assert _figures("answers", 100, done, 50.0, STILL_S - 1) == "25/100 answers, 10 tokens/s, about 150 s left"
+    assert _figures("answers", 100, done, 500.0, 400.0) == "25/100 answers, 1 tokens/s, nothing new for 400 s"
 
 
 def test_figures_add_up():

@@ -88,6 +88,14 @@ def streamed(features: dict[str, Location], tiny_target: Path) -> Iterator[Strea
         yield source
 
 
+def test_a_worker_that_is_gone_once_all_is_captured_costs_a_line(
+    features: dict[str, Location], tiny_target: Path
+) -> None:
+    extractor = extractor_spec(STREAM, TARGET, str(tiny_target))
+    with open_stream(STREAM, extractor, features["stream"], features["stream"].join("_unusable")) as source:
+        ray.kill(source.workers[0])
+
+
 @pytest.fixture(scope="module")
 def stream_worker(ray_cluster) -> Callable[[ExtractorSpec, Location, Location, float], StreamWorker]:
     """Makes a worker in this process."""
