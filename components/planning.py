@@ -1,13 +1,16 @@
 """What a run would do: which stages are done, what the others are expected to take, and whether the disk can hold it."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from components.forecast import Duration, Forecast, Stopwatch, free_bytes
 from components.section import ConfigError
-from components.stage import Artifact, Stage, find_artifact, read_artifact
+from components.stage import Artifact, BrokenManifest, Stage, find_artifact, read_artifact
 from components.storage import Location
+
+log = logging.getLogger("aerie")
 
 Done = tuple[float, float | None]
 """(seconds, tokens) of a finished output."""
@@ -140,7 +143,11 @@ def in_time(seconds: float) -> str:
 def _finished(stage_name: str, storage: Location) -> Iterator[Artifact]:
     folder = storage.join(stage_name)
     for name in folder.folders():
-        artifact = read_artifact(stage_name, folder.join(name))
+        try:
+            artifact = read_artifact(stage_name, folder.join(name))
+        except BrokenManifest as error:
+            log.warning("%s; what it took is not looked at", error)
+            continue
         if artifact is not None:
             yield artifact
 

@@ -21,7 +21,7 @@ from mlflow.tracking import MlflowClient
 from components.lease import Lease, LeaseHeld, describe_holder, live_holder
 from components.publishing.registry import aliased_versions
 from components.section import ConfigError
-from components.stage import LEASE, MANIFEST, PIN, read_artifact
+from components.stage import LEASE, MANIFEST, PIN, BrokenManifest, read_artifact
 from components.storage import Location
 
 log = logging.getLogger("aerie")
@@ -47,6 +47,8 @@ class StoredOutput:
     holder: Mapping[str, Any] | None
     """Of its lease: the run that is writing it."""
     is_pinned: bool
+    problem: BrokenManifest | None = None
+    """Why it counts as unfinished although there is a manifest."""
 
     @property
     def place(self) -> Place:
@@ -91,7 +93,8 @@ def needed_outputs(
         between_stages_s: Younger outputs are kept.
 
     Raises:
-        ConfigError: a fingerprint to keep that is not there, or a version whose provenance cannot be read.
+        ConfigError: a fingerprint to keep that is not there, or a version whose provenance, or a needed output whose manifest, cannot be read:
+            what they were made of is needed, and unknown.
     """
     _check_kept(outputs, keep)
     reasons: dict[Place, str] = {}
@@ -103,6 +106,8 @@ def needed_outputs(
         output = there.get(pending.pop())
         if output is None:
             continue
+        if output.problem is not None:
+            raise output.problem
         for place in output.inputs:
             if place not in reasons:
                 reasons[place] = f"read by {output.stage}/{output.fingerprint}"
@@ -140,7 +145,12 @@ def remove_output(output: StoredOutput, lease_ttl_s: float) -> bool:
 
 
 def _look_at(stage: str, name: str, location: Location, lease_ttl_s: float) -> StoredOutput:
-    artifact = read_artifact(stage, location)
+    artifact, problem = None, None
+    try:
+        artifact = read_artifact(stage, location)
+    except BrokenManifest as error:
+        problem = error
+        log.warning("%s; it is taken for unfinished", error)
     return StoredOutput(
         stage=stage,
         fingerprint=name,
@@ -149,6 +159,7 @@ def _look_at(stage: str, name: str, location: Location, lease_ttl_s: float) -> S
         manifest=artifact.manifest if artifact else None,
         holder=live_holder(location.join(LEASE), lease_ttl_s),
         is_pinned=location.join(PIN).exists(),
+        problem=problem,
     )
 
 

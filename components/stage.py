@@ -38,6 +38,13 @@ class InputChanged(Exception):
     """What a stage depends on (a user's file, the champion) changed while it ran: its output belongs to neither."""
 
 
+class BrokenManifest(ConfigError):
+    """A manifest that a disk or a hand has damaged: nobody knows what the output holds."""
+
+    def __init__(self, manifest: Location, problem: str) -> None:
+        super().__init__(manifest.uri, problem, "delete it: the stage then goes on from the files that are there")
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a stage's function says of its output."""
@@ -141,16 +148,31 @@ def fingerprint_of(identity: Mapping[str, Any]) -> str:
 
 
 def find_artifact(stage: Stage, artifacts: Mapping[str, Artifact], storage: Location) -> Artifact | None:
-    """The finished output of `stage` on these inputs, if there is one."""
+    """The finished output of `stage` on these inputs, if there is one.
+
+    Raises:
+        BrokenManifest: there is, but for its manifest.
+    """
     fingerprint = stage.fingerprint(artifacts)
     return read_artifact(stage.name, storage.join(stage.name, fingerprint))
 
 
 def read_artifact(stage_name: str, location: Location) -> Artifact | None:
-    manifest = location.join(MANIFEST)
-    if not manifest.exists():
+    """The finished output at a place, if there is one.
+
+    Raises:
+        BrokenManifest: there is, but for its manifest.
+    """
+    file = location.join(MANIFEST)
+    if not file.exists():
         return None
-    return Artifact(stage_name, location, location.name, json.loads(manifest.read_bytes()))
+    try:
+        manifest = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise BrokenManifest(file, f"it is no JSON ({error})") from None
+    if not isinstance(manifest, dict):
+        raise BrokenManifest(file, "it is no JSON object")
+    return Artifact(stage_name, location, location.name, manifest)
 
 
 def run_stage(
@@ -166,19 +188,20 @@ def run_stage(
     Raises:
         LeaseHeld: another live run is writing this output.
         LeaseLost: it was taken over by another run meanwhile.
+        BrokenManifest: the output has one, and `force` is not given.
         ConfigError: the disk of the storage is full; finished files stay, and the same run goes on with them.
         InputChanged: what the stage depends on is no longer what it was at its start.
     """
     identity = stage.identity(artifacts)
     location = storage.join(stage.name, fingerprint_of(identity))
-    found = read_artifact(stage.name, location)
-    if found is not None and not force:
+    found = None if force else read_artifact(stage.name, location)
+    if found is not None:
         return found, False
     try:
         # Of all that the run has made, not of the inputs only: a later stage may read what this one does not.
         with Lease(location.join(LEASE), lease_ttl_s, note={"inputs": _fingerprints(artifacts)}) as lease:
-            found = read_artifact(stage.name, location)  # another run may have finished it while we waited
-            if found is not None and not force:
+            found = None if force else read_artifact(stage.name, location)  # another run may have finished it meanwhile
+            if found is not None:
                 return found, False
             if force:
                 _clear(location)

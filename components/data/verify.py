@@ -11,7 +11,7 @@ from typing import Any
 
 from components.data.part_checks import PartChecks
 from components.data.parts import CorruptPart, part_names
-from components.stage import MANIFEST, Artifact, read_artifact
+from components.stage import MANIFEST, Artifact, BrokenManifest, read_artifact
 from components.storage import Location
 
 log = logging.getLogger("aerie")
@@ -88,8 +88,8 @@ class Verification:
     def _artifact(self, output: Location) -> Artifact | None:
         try:
             return read_artifact(output.uri.rsplit("/", 2)[-2], output)
-        except ValueError as error:
-            self._find(output.join(MANIFEST).uri, None, None, f"it is no JSON ({error})")
+        except BrokenManifest as error:
+            self._find(error.path, None, None, error.problem)
             return None
 
     def _check_files(self, output: Location, expected: Mapping[str, Mapping[str, Any]]) -> None:

@@ -97,6 +97,17 @@ def test_a_run_that_only_went_on_says_nothing_of_the_time(folder: Location):
     assert last_run(slow, {}, folder) is not None
 
 
+def test_an_older_output_with_a_damaged_manifest_is_named_and_passed_over(folder: Location, caplog):
+    run_stage(stage("slow"), {}, folder, TTL_S)
+    older, _ = run_stage(stage("slow", seed=1), {}, folder, TTL_S)
+    older.join(MANIFEST).write_bytes(b'{"files": {')
+    new = stage("slow", seed=2)
+    (planned,) = make_plan([new], {}, folder, stopwatch=Stopwatch("float32")).stages
+    assert planned.duration is not None
+    assert planned.duration.basis == "last run"
+    assert [line.partition(": it is no JSON")[0] for line in caplog.messages] == [older.join(MANIFEST).uri]
+
+
 def test_an_unfinished_output_has_no_time(folder: Location):
     made, _ = run_stage(stage("slow"), {}, folder, TTL_S)
     made.location.join(MANIFEST).delete()

@@ -13,7 +13,7 @@ from components.lease import Lease
 from components.pipeline import Selection
 from components.retention import needed_outputs, places_in_use, remove_output, stored_outputs
 from components.section import ConfigError
-from components.stage import LEASE, PIN, Artifact, Outcome, Output, Stage, run_stage
+from components.stage import LEASE, MANIFEST, PIN, Artifact, Outcome, Output, Stage, run_stage
 from components.storage import Location
 from pipelines.data import app
 from tests.components.publishing.rehearsal import rehearse
@@ -128,6 +128,17 @@ def test_what_a_dead_run_left_is_not_needed_and_what_was_just_finished_is(folder
     kept = needed(folder, client, between_stages_s=600.0)
     assert "0" * 16 not in kept
     assert "between two stages" in kept[made.fingerprint]
+
+
+def test_a_damaged_manifest_keeps_nobody_from_looking_but_from_guessing(folder: Location, client: MlflowClient):
+    """Of an output that is needed nobody knows any more what it was made of, which is needed as well."""
+    made = make_chains(folder)
+    made["head"].join(MANIFEST).write_bytes(b'{"inputs": {')
+    assert not needed(folder, client).keys() & {artifact.fingerprint for artifact in made.values()}
+    assert made["answers"].fingerprint in needed(folder, client, made["second"].fingerprint)
+    for keep in ("head", "report"):
+        with pytest.raises(ConfigError, match=rf"head/{made['head'].fingerprint}/_manifest\.json: it is no JSON"):
+            needed(folder, client, made[keep].fingerprint)
 
 
 def test_an_unknown_fingerprint_to_keep_is_refused(folder: Location, client: MlflowClient):

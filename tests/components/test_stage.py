@@ -14,6 +14,7 @@ import pytest
 
 from components.lease import LeaseHeld, LeaseLost
 from components.rows import RowAccount, TooManyRowsLost, check_rows
+from components.section import ConfigError
 from components.stage import Artifact, InputChanged, Outcome, Output, Stage, find_artifact, run_stage
 from components.storage import Location
 from tests.conftest import project_environment
@@ -130,6 +131,20 @@ def test_force_starts_from_nothing(storage: Location) -> None:
     forced, made = run_stage(writer("one"), {}, storage, TTL_S, force=True)
     assert made
     assert "left_over" not in forced.location.files()
+
+
+@pytest.mark.parametrize("damage", [b'{"files": {', b"[]", b"\xff\0"])
+def test_a_damaged_manifest_is_named_with_what_to_do(folder: Location, damage: bytes) -> None:
+    made, _ = run_stage(writer("one"), {}, folder, TTL_S)
+    made.join("_manifest.json").write_bytes(damage)
+    for look in (find_artifact, lambda *found: run_stage(*found, TTL_S)):
+        with pytest.raises(
+            ConfigError, match=r"_manifest\.json: it is no JSON.*Fix: delete it: the stage then goes on"
+        ):
+            look(writer("one"), {}, folder)
+    again, was_made = run_stage(writer("one"), {}, folder, TTL_S, force=True)
+    assert was_made
+    assert again.digest == made.digest
 
 
 def test_a_failed_stage_has_no_output_and_keeps_its_finished_files(storage: Location) -> None:
