@@ -11,33 +11,39 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from components.storage import FULL_BYTES, Location, full_place, is_full
+from tests.components.data.answers import answered, random_ids, write_responses
 from tests.conftest import project_environment
 
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
+NUM_PARTS, NUM_TOKENS = 7, 256
+"""A part takes about 100 kB."""
 RUN_TWICE = """
 import json, sys
 from pathlib import Path
-import torch
+from components.config import Settings
+from components.data.capturing import CaptureWorker
+from components.data.extractors.interface import extractor_spec
+from components.data.part_worker import PartTask, Piece
+from components.data.parts import part_name, part_names
 from components.section import ConfigError
-from components.data.parts import PartAccount, part_name
-from components.data.shards import StoredDocument, feature_row, write_shard
 from components.stage import Outcome, Stage, run_stage
 from components.storage import Location
 
-disk = Path(sys.argv[1])
+disk, responses, target = Path(sys.argv[1]), Location(sys.argv[2]), sys.argv[3]
 ballast = disk / "ballast"
 ballast.write_bytes(bytes(400_000))
-states = torch.ones(100, 512)
+settings = Settings.model_validate({"target": {"dtype": "float32"}, "draft": {"aux_layers": [1, 4]}})
+SHAPE = {"num_layers": 6, "hidden_size": 64}  # of the tiny target
 written = []
 
 def record(inputs, output):
-    for number in range(7):  # of 100 kB each
+    worker = CaptureWorker(output.location, lambda done: None, responses, extractor_spec(settings, SHAPE, target))
+    for number in range(len(part_names(responses))):
         if not output.join(part_name(number)).exists():
-            mask = torch.arange(100) > 50
-            document = StoredDocument(torch.arange(100), mask, states[:, :384], states[:, 384:], f"p{number}:0", "x")
-            write_shard(output.join(part_name(number)), [feature_row(document, f"p{number}", "train")], PartAccount(1))
+            worker.make([Piece(PartTask(number), output.join(part_name(number)))])
             written.append(number)
     return Outcome()
 
@@ -56,11 +62,13 @@ print(json.dumps({"line": line, "first": first, "second": written[len(first):], 
 """
 
 
-def in_a_full_disk(folder: Path) -> dict:
-    """What the script above printed; skips where no file system can be mounted."""
-    if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
-        pytest.skip("this machine lets nobody mount a file system in a namespace")
-    mount = f'mount -t tmpfs -o size=1m tmpfs {folder} && exec {sys.executable} -c "$0" {folder}'
+def in_a_full_disk(disk: Path, responses: Location, target: Path) -> dict:
+    """What the script above printed; skips, with the reason, where no file system can be mounted."""
+    allowed = shutil.which("unshare") and subprocess.run([*NAMESPACE, "true"], capture_output=True, text=True)
+    if not allowed or allowed.returncode:
+        why = allowed.stderr.strip() if allowed else "there is no `unshare`"
+        pytest.skip(f"a disk that really is full takes a mount of one's own, which this machine refuses: {why}")
+    mount = f'mount -t tmpfs -o size=1m tmpfs {disk} && exec {sys.executable} -c "$0" {disk} {responses.uri} {target}'
     done = subprocess.run(
         [*NAMESPACE, "sh", "-c", mount, RUN_TWICE], capture_output=True, text=True, env=project_environment()
     )
@@ -68,18 +76,24 @@ def in_a_full_disk(folder: Path) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_full_disk_ends_the_stage_with_one_line_and_loses_nothing(tmp_path: Path):
-    seen = in_a_full_disk(tmp_path)
+def test_a_full_disk_ends_the_stage_with_one_line_and_loses_nothing(tmp_path: Path, tiny_target: Path):
+    """The stage's own worker records features of a real target."""
+    responses, disk = Location(str(tmp_path / "responses")), tmp_path / "disk"
+    disk.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    ids = [random_ids(NUM_TOKENS, generator) for _ in range(NUM_PARTS)]
+    write_responses(responses, *([answered(number, of, 4, "train")] for number, of in enumerate(ids)))
+    seen = in_a_full_disk(disk, responses, tiny_target)
     num_kept = len(seen["first"])
-    assert 0 < num_kept < 7
+    assert 0 < num_kept < NUM_PARTS
     assert "\n" not in seen["line"]
-    assert seen["line"].startswith(f"storage.uri: no space left at {tmp_path}/features/")
+    assert seen["line"].startswith(f"storage.uri: no space left at {disk}/features/")
     assert f"[Errno 28] No space left on device); {num_kept} finished files of features (0." in seen["line"]
     assert "repeat the command" in seen["line"]
     parts = {name: stamp for name, stamp in seen["kept"].items() if "part-" in name}
     assert len(parts) == num_kept  # no half-written one beside them
     assert not any(".tmp-" in name for name in [*seen["kept"], *seen["end"]])
-    assert seen["second"] == list(range(num_kept, 7))
+    assert seen["second"] == list(range(num_kept, NUM_PARTS))
     assert {name: seen["end"][name] for name in parts} == parts  # finished shards were left alone
     assert any(name.endswith("_manifest.json") for name in seen["end"])
 
