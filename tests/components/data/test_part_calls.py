@@ -1,10 +1,13 @@
-"""What the driver says when workers stop; no Ray is needed."""
+"""How parts are handed to workers, and what the driver says when they stop; no Ray is needed."""
 
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from components.data.part_map import _check
+from components.data.part_map import PARTS_PER_CALL, _calls, _check
+from components.data.part_worker import PartTask
 from components.data.parts import CorruptPart, UnknownFormat
 from components.data.progress import Stop, WorkersFailed
 from components.lease import LeaseLost
@@ -13,6 +16,19 @@ from components.storage import Location
 from tests.components.data.counting import counting_job
 
 SHARD = Location("s3://bucket/responses/0123456789abcdef/part-00003.parquet")
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 8))
+def test_a_worker_holds_a_few_whole_parts_or_one_in_pieces(in_pieces: list[bool], replicas: int) -> None:
+    tasks = [PartTask(number, in_pieces=is_cut) for number, is_cut in enumerate(in_pieces)]
+    calls = [call["tasks"] for call in _calls(counting_job(Location("/nowhere"), replicas=replicas), tasks)]
+    assert sorted(task["number"] for call in calls for task in call) == list(range(len(tasks)))
+    whole = [call for call in calls if not any(task["in_pieces"] for task in call)]
+    assert all(len(call) == 1 for call in calls if call not in whole)
+    assert all(len(call) <= PARTS_PER_CALL for call in whole)
+    # as few calls as that allows, but enough for every worker to have one
+    num_whole = in_pieces.count(False)
+    assert len(whole) <= max(-(-num_whole // PARTS_PER_CALL), min(replicas, num_whole))
 
 
 @pytest.mark.parametrize(
