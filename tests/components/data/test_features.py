@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from components.config import Settings
 from components.data.blame import Life
-from components.data.capturing import CaptureWorker, stored_document
+from components.data.capturing import CaptureWorker, _long_enough, stored_document
 from components.data.documents import Turns, merge_turns
 from components.data.extractors.interface import extractor_spec
 from components.data.extractors.with_transformers import pack
@@ -19,6 +19,7 @@ from components.data.part_worker import PartTask, Piece
 from components.data.parts import QUARANTINE, PartAccount, part_name, part_names, read_account
 from components.data.pieces import Pieces
 from components.data.shards import document_index, read_documents, read_shard
+from components.rows import RowAccount
 from components.section import ConfigError
 from components.storage import Location
 from components.target.aux_layers import bytes_per_token
@@ -183,6 +184,13 @@ def test_size_of_a_token():
 
 def turns(num_tokens: int, key: str = "p:0") -> Turns:
     return Turns(key, "p", "maths", "train", (key,), [9] * num_tokens, [0, *[1] * (num_tokens - 1)])
+
+
+def test_a_document_that_predicts_nothing_is_dropped_with_its_reason():
+    account, two = PartAccount(), turns(2)
+    assert _long_enough([turns(1, "p1:0"), two], account) == [two]
+    assert account.rows() == RowAccount(1, 0, 0, {"too_short": 1}, {})
+    assert account.quarantine == [{"key": "p1:0", "reason": "too_short", "detail": "1 tokens"}]
 
 
 def test_batches_hold_at_most_so_many_tokens():
