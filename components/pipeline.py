@@ -1,16 +1,17 @@
 """Running a list of stages in order: what exists is kept, what is missing is made, `--plan` only says which is which."""
 
 import logging
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from components.config import Settings
 from components.forecast import TARGET_SAMPLE_S, Stopwatch, free_bytes
-from components.planning import NoRoom, Plan, check_room, make_plan
+from components.planning import NoRoom, Plan, check_room, in_units, make_plan
 from components.section import ConfigError
 from components.stage import Artifact, Stage, find_artifact, run_stage
-from components.storage import Location
+from components.storage import IN_MEMORY_BYTES, Location
 from components.target.sample import target_operations_per_s
 from components.tracking import Tracker
 
@@ -138,6 +139,18 @@ class Pipeline:
 def check_disk(storage: Location, needed_bytes: int) -> None:
     """Raises ConfigError when a local storage has less room than a stage will write."""
     check_room(storage, needed_bytes, free_bytes(storage))
+
+
+def check_scratch(storage: Location, file_bytes: int) -> None:
+    """Raises ConfigError when a file on its way to S3 has no room where it waits on this machine (on its nodes a cluster may have other disks)."""
+    scratch = Location(tempfile.gettempdir())
+    free = free_bytes(scratch)
+    if not storage.is_local and free is not None and IN_MEMORY_BYTES < file_bytes > free:
+        raise ConfigError(
+            "TMPDIR",
+            f"{scratch.uri} has {in_units(free, 'B')} free; a file on its way to S3 waits there, and one takes about {in_units(file_bytes, 'B')}",
+            "free some space there, or name another folder in TMPDIR, where `ray start` runs as well",
+        )
 
 
 def _rows(artifact: Artifact) -> str:

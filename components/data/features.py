@@ -12,7 +12,7 @@ from components.data.extractors.interface import extractor_spec
 from components.data.part_map import PartJob, make_parts
 from components.data.part_worker import PartTask, PartWorker
 from components.data.parts import conclude, part_names, read_columns
-from components.pipeline import check_disk
+from components.pipeline import check_disk, check_scratch
 from components.stage import Outcome
 from components.storage import Location
 from components.target.aux_layers import ID_AND_MASK_BYTES, bytes_per_token
@@ -47,7 +47,7 @@ def record_features(
         prompts: Output folder of the prompts stage, for the places of lost rows.
 
     Raises:
-        ConfigError: aux layers that the target does not have, or a disk that is too small.
+        ConfigError: aux layers that the target does not have, or a disk, on S3 the one of scratch files, that is too small.
         OSError: the storage is full.
         WorkersFailed: workers did not start, or did nothing but die.
         TooManyRowsLost: more turns were lost than `data.max_dropped_fraction` allows.
@@ -62,7 +62,9 @@ def record_features(
         "features: %s, layers %s, %d bytes a token, %d tokens, those of %d written, %.1f MB",
         extractor.name, aux_layers, token_bytes, num_tokens, kept_tokens, num_bytes / 1e6,
     )  # fmt: skip
+    names = part_names(responses)
     check_disk(output, num_bytes - sum(output.join(name).size_bytes() for name in part_names(output)))
+    check_scratch(output, num_bytes // max(1, len(names)))
     job = PartJob(
         title="features",
         unit="tokens",
@@ -75,7 +77,7 @@ def record_features(
         max_attempts=settings.data.max_attempts,
         stall_timeout_s=settings.data.stall_timeout_s,
     )
-    make_parts(job, [PartTask(int(re.sub(r"\D", "", name))) for name in part_names(responses)])
+    make_parts(job, [PartTask(int(re.sub(r"\D", "", name))) for name in names])
     outcome = conclude("features", output, settings.data.max_dropped_fraction, prompts)
     shape = {
         "aux_layers": aux_layers,

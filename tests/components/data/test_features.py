@@ -19,6 +19,7 @@ from components.data.part_worker import PartTask, Piece
 from components.data.parts import QUARANTINE, PartAccount, part_name, part_names, read_account
 from components.data.pieces import Pieces
 from components.data.shards import document_index, read_documents, read_shard
+from components.pipeline import check_scratch
 from components.rows import RowAccount
 from components.section import ConfigError
 from components.storage import Location
@@ -169,6 +170,15 @@ def test_a_disk_too_small_is_refused_before_anything_starts(settings, tmp_path):
     folder = Location(str(tmp_path))
     with pytest.raises(ConfigError, match=r"storage\.uri"):
         record_features(settings, folder, 10**15, TARGET, "nowhere", folder)
+
+
+def test_a_shard_on_its_way_to_s3_must_fit_among_scratch_files(settings, tmp_path, s3_bucket):
+    output = Location(f"{s3_bucket}/features")
+    for name in map(part_name, range(2)):
+        Location(str(tmp_path)).join(name).write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"TMPDIR: /.* GB free; .*, and one takes about 194500\.0 TB"):
+        record_features(settings, Location(str(tmp_path)), 10**15, TARGET, "nowhere", output)
+    check_scratch(output, 1000)
 
 
 def test_a_layer_that_the_target_lacks_is_refused(settings, tmp_path):
