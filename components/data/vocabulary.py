@@ -17,6 +17,7 @@ log = logging.getLogger("aerie")
 
 VOCABULARY = "vocabulary.safetensors"
 PARTS_PER_TASK = 64
+TASKS_AT_ONCE = 8
 
 
 class TokenCounts(NamedTuple):
@@ -102,10 +103,14 @@ def count_tokens(responses: Location, names: Sequence[str], vocab_size: int) -> 
 def _count_in_tasks(responses: Location, vocab_size: int) -> TokenCounts:
     names = part_names(responses)
     groups = [names[start : start + PARTS_PER_TASK] for start in range(0, len(names), PARTS_PER_TASK)]
-    task = ray.remote(count_tokens)
-    pending = [task.remote(responses, group, vocab_size) for group in groups]
+    task = ray.remote(num_cpus=0)(
+        count_tokens
+    )  # seconds of work, which arms that hold every CPU should not keep waiting
+    pending: list[ray.ObjectRef] = []
     total = TokenCounts(*(np.zeros(vocab_size, dtype=np.int64) for _ in TokenCounts._fields))
-    while pending:
+    while groups or pending:
+        while groups and len(pending) < TASKS_AT_ONCE:
+            pending.append(task.remote(responses, groups.pop(), vocab_size))
         done, pending = ray.wait(pending)
         total = TokenCounts(*(a + b for a, b in zip(total, ray.get(done[0]), strict=True)))
     return total

@@ -52,9 +52,7 @@ def train_head(settings: Settings, inputs: Mapping[str, Artifact], output: Outpu
     places = ["head", *(f"candidates/{number}" for number in range(2, len(checkpoints) + 1))]
     sizes = [
         ray.get(
-            export_head.options(num_cpus=1).remote(
-                spec, settings.train.seed, checkpoint, output.join(place), settings.target.dtype
-            )
+            export_head.remote(spec, settings.train.seed, checkpoint, output.join(place), settings.target.dtype)
         )  # one after another: each builds a whole head in memory
         for place, checkpoint in zip(places, checkpoints, strict=True)
     ]
@@ -114,7 +112,7 @@ def head_spec(settings: Settings, inputs: Mapping[str, Artifact], source: Docume
     )
 
 
-@ray.remote
+@ray.remote(num_cpus=0)  # seconds of work, which arms that hold every CPU should not keep waiting
 def export_head(spec: HeadSpec, seed: int, checkpoint: Checkpoint, place: Location, dtype: str) -> int:
     """Write a checkpoint's head to `place` in vLLM's layout and the serving dtype; the number of its parameters."""
     head, _ = build_head(spec, seed)

@@ -1,9 +1,14 @@
 """The draft vocabulary: the most frequent answer tokens, the end tokens always, filled where data is little."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import ray
 
+from components.cluster_room import Started
+from components.data import vocabulary
 from components.data.answers import write_answers
 from components.data.parts import PartAccount, part_name
 from components.data.vocabulary import TokenCounts, build_vocabulary, choose_ids, count_tokens, read_used_ids
@@ -52,12 +57,24 @@ def test_only_training_rows_choose(tmp_path: Path):
     assert np.flatnonzero(found.others).tolist() == [3, 4, 9]
 
 
-def test_every_id_of_every_split_is_known_as_used(ray_cluster, tmp_path: Path):
-    responses, vocabulary = Location(str(tmp_path / "responses")), Location(str(tmp_path / "vocabulary"))
+def test_every_id_of_every_split_is_known_as_used(ray_cluster, tmp_path: Path, monkeypatch):
+    """Counted by a few tasks at once, and while arms hold every CPU."""
+    monkeypatch.setattr(vocabulary, "PARTS_PER_TASK", 1)
+    monkeypatch.setattr(vocabulary, "TASKS_AT_ONCE", 2)
+    responses, output = Location(str(tmp_path / "responses")), Location(str(tmp_path / "vocabulary"))
     rows = [
         {"key": f"{i}:0", "prompt_key": str(i), "split": split, "prompt_ids": [3 * i], "output_ids": [3 * i + 1]}
         for i, split in enumerate(("train", "validation", "held_out"))
     ]
-    write_answers(responses.join(part_name(0)), rows, PartAccount())
-    build_vocabulary(responses, 4, VOCAB, [2], vocabulary)
-    assert read_used_ids(vocabulary) == {0, 1, 3, 4, 6, 7}
+    for number, row in enumerate(rows):
+        write_answers(responses.join(part_name(number)), [row], PartAccount())
+    gc.collect()  # workers of earlier tests end with the last name for them
+    arms = ray.remote(num_cpus=int(ray.available_resources()["CPU"]))(Started).remote()
+    assert not ray.get(arms.is_set.remote(), timeout=60)
+    with ThreadPoolExecutor(1) as pool:
+        built = pool.submit(build_vocabulary, responses, 4, VOCAB, [2], output)
+        try:
+            built.result(timeout=60)
+        finally:
+            ray.kill(arms)
+    assert read_used_ids(output) == {0, 1, 3, 4, 6, 7}
