@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 import ray
+from hypothesis import HealthCheck, settings
 
 from components.target.bundled import materialize_bundled
 from tests.cluster import RayHead, run_ray_head
@@ -23,6 +24,10 @@ from tests.tiny import make_permutation_llama, make_tiny_llama
 PROJECT_ROOT = Path(__file__).parent.parent
 SERVER_START_TIMEOUT_S = 120.0
 LONGEST = PROJECT_ROOT / "tests" / "pipelines"
+
+# how long an example takes depends on what else this machine does
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -81,7 +81,7 @@ def test_a_flipped_bit_is_seen_by_whoever_reads_it(tmp_path_factory: pytest.Temp
     whole = file.read_bytes()
     intact = [read(folder) for read in READERS[write]]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.integers(0, 8 * len(whole) - 1))
     def flip(bit: int) -> None:
         damaged = bytearray(whole)

@@ -240,7 +240,7 @@ def conversations(draw: st.DrawFn) -> tuple[str, list[str], list[list[int]]]:
 
 
 @given(conversations())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_generated_token_is_supervised_once_and_no_other(drawn: tuple[str, list[str], list[list[int]]]):
     family, questions, answers = drawn
     rows = converse(family_tokenizer(family, MERGES), questions, answers)

@@ -48,7 +48,7 @@ def work(output: Location, num_rows: int, deadly: set[int], max_attempts: int) -
     return True
 
 
-@settings(deadline=None, max_examples=10)  # each writes files
+@settings(max_examples=10)  # each writes files
 @given(st.integers(0, 80), st.sets(st.integers(0, 79), max_size=4), st.integers(1, 3))
 def test_only_deadly_rows_are_lost(tmp_path_factory, num_rows, deadly, max_attempts):
     output = Location(str(tmp_path_factory.mktemp("pieces")))

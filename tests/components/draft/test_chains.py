@@ -45,7 +45,7 @@ def packed_documents(draw: st.DrawFn) -> list[Document]:
     return documents
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(packed_documents(), st.integers(1, 5))
 def test_supervised_elements_equal_enumeration(documents: list[Document], num_depths: int) -> None:
     """Also: no chain crosses documents, no anchor is negative, an answer from token 0 on is no exception."""
@@ -90,7 +90,7 @@ def test_rows_are_sorted_and_chains_contiguous() -> None:
     assert rows.layout.doc_start_R.tolist() == [0, 0, 6, 6, 6, 6]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 4), max_size=30), st.integers(5, 40))
 def test_parts_cover_every_anchor_once_and_respect_the_size(lengths: list[int], rows_per_part: int) -> None:
     chains = Chains(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
