@@ -1,4 +1,8 @@
-"""The items of a JSON array one by one, so that an array may be longer than the memory."""
+"""The items of a JSON array one by one, so that an array may be longer than the memory.
+
+By the standard library's decoder, as lines of JSONL are: ijson reads a stricter language, so that a NaN, which Python itself writes, would cost the
+whole array.
+"""
 
 import json
 import re
