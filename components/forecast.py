@@ -1,25 +1,27 @@
 """What a stage is expected to take before it runs: rows, tokens, bytes and time, and where the time is taken from.
 
 Time comes from the newest finished output of the same stage on the same target (`last run`), scaled by tokens; else, where the stage runs the
-target on CPUs and the target is there, from a few of its own forward passes on this machine (`target`); else from a short sample of this
-machine's matrix products (`sample`); else from a documented speed (`guess`).
+target on CPUs and the target is there, from a few of its own forward passes on this machine (`target`); else from a short sample of the
+matrix products of this machine's CPUs or GPU (`sample`); else, for GPUs of other machines, from a documented speed (`guess`).
 """
 
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from components.storage import Location
 
 SAMPLE_S = 0.5
-SAMPLE_SIZE = 1024
+SAMPLE_SIZE, GPU_SAMPLE_SIZE = 1024, 8192
 GPU_OPERATIONS_PER_S = 4e14
-"""About half of an H100's dense bf16 peak; what a GPU is taken for when no run of its own says better."""
+"""About half of an H100's dense bf16 peak; what a GPU is taken for when this machine has none to measure and no run says better."""
 
 FORWARD_SHARE = 0.32
 """Of a plain matrix product's speed, a bare forward pass: what `Forecast.share` is compared with where the target was measured."""
@@ -63,6 +65,7 @@ class Stopwatch:
     dtype: str
     sample_s: float = SAMPLE_S
     _measure: Callable[[str, float], float] = field(default_factory=lambda: matrix_operations_per_s)
+    _measure_gpu: Callable[[str, float], float | None] = field(default_factory=lambda: gpu_operations_per_s)
     measure_target: Callable[[int], float | None] | None = None
     """Operations per second of the target's forward pass with so many threads; None: it is not there, or not to be measured."""
     _target_speeds: dict[int, float | None] = field(default_factory=dict)
@@ -81,8 +84,9 @@ class Stopwatch:
         if not forecast.operations:
             return Duration(forecast.start_s, GUESS) if forecast.start_s else None
         if forecast.num_gpus:
-            speed = GPU_OPERATIONS_PER_S * forecast.num_gpus
-            return Duration(forecast.start_s + forecast.operations / (speed * forecast.share), GUESS)
+            speed = (self._gpu_speed or GPU_OPERATIONS_PER_S) * forecast.num_gpus
+            basis = GUESS if self._gpu_speed is None else SAMPLE
+            return Duration(forecast.start_s + forecast.operations / (speed * forecast.share), basis)
         if target_speed := self._target_speed(forecast.target_threads):
             speed = target_speed * forecast.share / FORWARD_SHARE
             return Duration(forecast.start_s + forecast.operations / speed, TARGET)
@@ -102,18 +106,42 @@ class Stopwatch:
     def _cpu_speed(self) -> float:
         return self._measure(self.dtype, self.sample_s)
 
+    @cached_property
+    def _gpu_speed(self) -> float | None:
+        """Of one; those of a cluster are taken for alike."""
+        return self._measure_gpu(self.dtype, self.sample_s)
 
-def matrix_operations_per_s(dtype: str, seconds: float) -> float:
-    """Floating-point operations per second of a plain matrix product on this machine's CPU, with torch's threads."""
+
+def gpu_operations_per_s(dtype: str, seconds: float) -> float | None:
+    """As `matrix_operations_per_s`, on this machine's first GPU; None where it has none.
+
+    In a process of its own: the memory that a process holds on a GPU once it used it would be missing in the engines that start next.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_on_gpu, dtype, seconds).result()
+
+
+def _on_gpu(dtype: str, seconds: float) -> float | None:
     import torch  # seconds to import
 
-    left, right = (torch.randn(SAMPLE_SIZE, SAMPLE_SIZE).to(getattr(torch, dtype)) for _ in range(2))
-    left @ right  # the first one prepares
+    return matrix_operations_per_s(dtype, seconds, "cuda", GPU_SAMPLE_SIZE) if torch.cuda.is_available() else None
+
+
+def matrix_operations_per_s(dtype: str, seconds: float, device: str = "cpu", size: int = SAMPLE_SIZE) -> float:
+    """Floating-point operations per second of a plain matrix product, on a CPU with torch's threads."""
+    import torch  # seconds to import
+
+    left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+
+    def multiply() -> None:
+        (left @ right)[0, 0].item()  # waits for the product, which a GPU only puts in a queue
+
+    multiply()  # the first one prepares
     started_s, products = time.monotonic(), 0
     while time.monotonic() - started_s < seconds:
-        left @ right
+        multiply()
         products += 1
-    return products * 2 * SAMPLE_SIZE**3 / (time.monotonic() - started_s)
+    return products * 2 * size**3 / (time.monotonic() - started_s)
 
 
 def free_bytes(storage: Location) -> int | None:

@@ -7,10 +7,18 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import torch
 
 from components.config_loading import load_settings
 from components.data.stages import features_stage, prompts_stage, responses_stage
-from components.forecast import GPU_OPERATIONS_PER_S, Duration, Forecast, Stopwatch, matrix_operations_per_s
+from components.forecast import (
+    GPU_OPERATIONS_PER_S,
+    Duration,
+    Forecast,
+    Stopwatch,
+    gpu_operations_per_s,
+    matrix_operations_per_s,
+)
 from components.pipeline import Pipeline, Selection
 from components.planning import Plan, PlannedStage, check_room, in_time, in_units, last_run, make_plan
 from components.section import ConfigError
@@ -128,13 +136,19 @@ def test_durations_say_where_they_come_from():
     absent = Stopwatch("float32", _measure=lambda dtype, seconds: 1e9, measure_target=lambda threads: None)
     assert absent.duration(one, None).basis == "sample"
     gpus = Forecast(operations=GPU_OPERATIONS_PER_S, share=0.5, num_gpus=2, start_s=10.0)
-    assert str(stopwatch.duration(gpus, None)) == "Duration(seconds=11.0, basis='guess')"
+    measured = Stopwatch("bfloat16", _measure_gpu=lambda dtype, seconds: GPU_OPERATIONS_PER_S / 4)
+    assert measured.duration(gpus, None) == Duration(14.0, "sample")
+    elsewhere = Stopwatch("bfloat16", _measure_gpu=lambda dtype, seconds: None)
+    assert elsewhere.duration(gpus, None) == Duration(11.0, "guess")
     assert stopwatch.duration(Forecast(), None) is None
     assert stopwatch.duration(Forecast(), (20.0, None)).seconds == 20.0
 
 
 def test_the_sample_measures_this_machine():
     assert 1e8 < matrix_operations_per_s("float32", 0.05) < 1e15
+    speed = gpu_operations_per_s("bfloat16", 0.05)
+    assert (speed is not None) == torch.cuda.is_available()
+    assert speed is None or 1e10 < speed < 1e16
 
 
 def test_a_target_that_is_there_is_measured_itself(tiny_target: Path, folder: Location, monkeypatch):
