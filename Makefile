@@ -73,7 +73,9 @@ docs: env ## Write docs/configuration.md and docs/targets.md anew from the code
 # torchvision, torchaudio and torchcodec of the CPU lock stay out: PyPI has them for CUDA only, and vLLM does without.
 # uv reads its own variables (UV_FIND_LINKS, UV_INDEX_URL ...) besides TORCH_CPU_INDEX.
 UV_COMPILE = $(BIN)/uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 \
-  --no-annotate --no-header --no-emit-index-url --no-emit-find-links $(ARGS)
+  --no-annotate --no-header --no-emit-index-url --no-emit-find-links $(UNUSED:%=--no-emit-package %) $(ARGS)
+# MLflow asks for them, for models of scikit-learn. Where it is there, transformers imports it: 1.7 s in the start of every engine.
+UNUSED = scikit-learn skops joblib threadpoolctl
 lock: env ## Resolve pyproject.toml into both lock files (ARGS=--upgrade: newest that fit)
 	@echo "lock: requirements-cpu.lock"
 	@$(UV_COMPILE) --extra cpu $(if $(TORCH_CPU_INDEX),--index $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match) \
