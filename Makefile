@@ -51,7 +51,7 @@ status: ## Say what runs and where
 	@$(BIN)/python -m clusters.local status
 
 test: env ## The whole test suite (ARGS="-k head" narrows it)
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --no-loadscope-reorder $(ARGS)
 
 lint: types ## Style, formatting and types
 	@$(BIN)/ruff check .

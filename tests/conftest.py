@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import boto3
 import httpx
@@ -16,6 +17,7 @@ import psutil
 import pytest
 import ray
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from components.target.bundled import materialize_bundled
 from tests.cluster import RayHead, run_ray_head
@@ -23,16 +25,27 @@ from tests.tiny import make_permutation_llama, make_tiny_llama
 
 PROJECT_ROOT = Path(__file__).parent.parent
 SERVER_START_TIMEOUT_S = 120.0
-LONGEST = PROJECT_ROOT / "tests" / "pipelines"
+JOBS = "tests/pipelines/"
 
 # how long an example takes depends on what else this machine does
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 
+class JobsThenFiles(LoadFileScheduling):
+    """A file's tests stay in one process, and so do those of whole jobs, which side by side would only wait for each other's engines."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return JOBS if nodeid.startswith(JOBS) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> JobsThenFiles:
+    return JobsThenFiles(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of whole jobs first, which take minutes each: with several processes none of them is left over at the end."""
-    items.sort(key=lambda item: LONGEST not in item.path.parents)
+    """Those of whole jobs, which take minutes each, first: no process is left over with them at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(JOBS))
 
 
 @pytest.fixture(scope="session")
