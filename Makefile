@@ -12,8 +12,8 @@ export RAY_PORT ?= 6379
 export RAY_DASHBOARD_PORT ?= 8265
 export MLFLOW_PORT ?= 5000
 export RAY_NUM_CPUS ?= 8
-# Processes of `make test`, each with a Ray and servers of its own (about 5 GB); 0: one that shows what tests print.
-TEST_WORKERS ?= 2
+# Processes of `make test`, each with a Ray and servers of its own (about 5 GB); 0: this one. Two cores are full with one: two took 55 minutes, one 61.
+TEST_WORKERS ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin

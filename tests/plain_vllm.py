@@ -28,14 +28,13 @@ def card_command(bundle: Path) -> list[str]:
 
 
 @contextmanager
-def plain_vllm(bundle: Path, port: int) -> Iterator[str]:
+def plain_vllm(bundle: Path, port: int, log: Path) -> Iterator[str]:
     """The card's command as it is, in the bundle's folder; the server's address. (The CPU build's `vllm` command does not
-    start, so its module is run instead.)"""
+    start, so its module is run instead.) `log` is a new file outside of any storage: engines may write to it after their server's end."""
     serve, model, *arguments = card_command(bundle)
     assert serve == "serve"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *arguments]
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--no-enable-prefix-caching"]
-    log = bundle.parent / f"plain-vllm-{port}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=bundle, env=os.environ | CPU_ENGINE_ENV, stdout=output, stderr=output, start_new_session=True

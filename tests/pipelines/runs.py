@@ -45,7 +45,7 @@ class Project:
     def command(self, *arguments: str, pipeline: str = "full") -> list[str]:
         return [sys.executable, f"pipelines/{pipeline}.py", "--config", str(self.config), *arguments]
 
-    def run(self, *arguments: str, pipeline: str = "full", timeout_s: float = 800) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, pipeline: str = "full", timeout_s: float = 1400) -> subprocess.CompletedProcess[str]:
         """Run to the end; stdout and stderr come back together in `stdout`."""
         return subprocess.run(
             self.command(*arguments, pipeline=pipeline),

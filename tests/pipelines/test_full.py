@@ -153,13 +153,13 @@ def test_registered_files_are_the_trained_ones(
 
 
 def test_the_cards_command_serves_the_head_with_the_recorded_acceptance(
-    project: Project, first_run: str, mlflow_server: str
+    project: Project, first_run: str, mlflow_server: str, tmp_path: Path
 ) -> None:
     client = MlflowClient(mlflow_server)
     version = client.get_model_version_by_alias(project.registered_name, "challenger")
     arm = project.manifests("evaluation")[0]["facts"]["candidate"]["arm"]
     recorded = client.get_run(version.run_id).data.metrics[f"eval/{arm}/al"]
-    with plain_vllm(project.output("publish").join("bundle").path, free_port()) as url:
+    with plain_vllm(project.output("publish").join("bundle").path, free_port(), tmp_path / "vllm.log") as url:
         served = served_acceptance_length(url, held_out_prompts(project.output("responses"), 8), max_tokens=40)
     assert served == pytest.approx(recorded, rel=0.03)
 
