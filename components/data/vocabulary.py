@@ -103,9 +103,8 @@ def count_tokens(responses: Location, names: Sequence[str], vocab_size: int) -> 
 def _count_in_tasks(responses: Location, vocab_size: int) -> TokenCounts:
     names = part_names(responses)
     groups = [names[start : start + PARTS_PER_TASK] for start in range(0, len(names), PARTS_PER_TASK)]
-    task = ray.remote(num_cpus=0)(
-        count_tokens
-    )  # seconds of work, which arms that hold every CPU should not keep waiting
+    # seconds of work, which arms that hold every CPU should not keep waiting
+    task = ray.remote(num_cpus=0)(count_tokens)
     pending: list[ray.ObjectRef] = []
     total = TokenCounts(*(np.zeros(vocab_size, dtype=np.int64) for _ in TokenCounts._fields))
     while groups or pending:

@@ -16,7 +16,6 @@ import yaml
 
 from components.serving.recording import MARKS
 from components.storage import Location
-from tests.files import stamps
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -92,7 +91,8 @@ class Project:
 
     def snapshot(self) -> dict[str, tuple[int, int]]:
         """Every file of the storage with its size and the time of its last change, but for what a live endpoint writes by itself."""
-        written = stamps(self.storage).items()
+        unfinished = {path: (size, 0) for path, size in self.storage.sizes_bytes().items()}
+        written = (unfinished | self.storage.stamps()).items()
         return {path: stamp for path, stamp in written if not Path(path).parent.name.endswith(MARKS)}
 
 

@@ -27,7 +27,6 @@ from components.storage import Location
 from components.target.chat import load_tokenizer, render
 from tests.conftest import new_bucket
 from tests.engines import CPU_ENGINE_ENV
-from tests.files import stamps
 from tests.tiny import EOS, SWITCH, add_switch, make_tiny_llama
 
 MAX_NEW_TOKENS = 16
@@ -117,7 +116,7 @@ class Run:
 
     def stamps(self) -> dict[str, tuple[int, int]]:
         """Of the finished parts."""
-        written = stamps(self.output)
+        written = self.output.stamps()
         return {name: written[name] for name in part_names(self.output)}
 
 
