@@ -21,6 +21,11 @@ def tokens_of_arm(evaluate: Mapping[str, Any], benchmark_rows: Mapping[str, int]
     return answers + evaluate["speed_prompts"] * evaluate["speed_tokens"] + asked
 
 
+def _tokens(arms: int, evaluate: Mapping[str, Any], benchmark_rows: Mapping[str, int]) -> int:
+    """Of all arms; plain decoding is timed twice."""
+    return arms * tokens_of_arm(evaluate, benchmark_rows) + evaluate["speed_prompts"] * evaluate["speed_tokens"]
+
+
 def _benchmark_rows(settings: Settings) -> dict[str, int]:
     """Answers to each benchmark, over all turns."""
     benchmarks = settings.evaluate.benchmarks.items()
@@ -31,7 +36,7 @@ def tokens_done(manifest: Mapping[str, Any]) -> float:
     """The tokens that a finished evaluation's time grew with."""
     facts, evaluate = manifest["facts"], manifest["config"]["evaluate"]
     rows = {name: facts["tasks"][name]["arms"][NONE]["requests"] for name in evaluate["benchmarks"]}
-    return len(facts["arms"]) * tokens_of_arm(evaluate, rows)
+    return _tokens(len(facts["arms"]), evaluate, rows)
 
 
 def num_arms(settings: Settings, artifacts: Mapping[str, Artifact]) -> int:
@@ -52,12 +57,12 @@ def plan_evaluation(settings: Settings, artifacts: Mapping[str, Artifact]) -> st
 def forecast_evaluation(settings: Settings, known: Mapping[str, Artifact]) -> Forecast:
     """Answers, tokens and work of all arms, one after another."""
     arms, resources = num_arms(settings, known), settings.resources.evaluate
-    tokens = arms * tokens_of_arm(settings.evaluate.model_dump(), _benchmark_rows(settings))
+    tokens = _tokens(arms, settings.evaluate.model_dump(), _benchmark_rows(settings))
     return Forecast(
         rows=arms * settings.evaluate.num_prompts,
         tokens=tokens,
         operations=2.0 * target_parameters(target_facts(settings, known)) * tokens,
         share=MEASURING_SHARE,
         num_gpus=resources.num_gpus * resources.replicas,
-        start_s=arms * ARM_START_S,
+        start_s=(arms + 1) * ARM_START_S,
     )

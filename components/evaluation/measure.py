@@ -91,14 +91,33 @@ def measure_arm(
         options: Lengths and concurrency.
         target: The target's digest, kept beside the figures.
     """
-    started = time.monotonic()
-    engine = start_engine(arm, engine_kwargs, max_num_seqs=options.concurrency)
-    engine_start_s = time.monotonic() - started
-    log.info("arm %s: engine up in %.0f s", arm.name, engine_start_s)
+    engine, engine_start_s = _start(arm, engine_kwargs, options)
     for number, asked in enumerate(sets):
         if number == 0:
-            generate(engine, asked.prompts[:1], sampling(WARMUP_TOKENS, ignore_eos=True), 1, "warm-up")
+            _warm_up(engine, asked.prompts)
         yield asked, _measure_set(engine, arm, asked, options, target, engine_start_s)
+
+
+def time_arm(
+    arm: Arm, prompts: Sequence[EvaluationPrompt], engine_kwargs: Mapping[str, Any], options: MeasureOptions
+) -> tuple[Speed, ...]:
+    """The speed pass alone, on an engine of its own as in `measure_arm`, whose arguments these are."""
+    engine, _ = _start(arm, engine_kwargs, options)
+    _warm_up(engine, prompts)
+    return _speed_pass(engine, arm, prompts[: options.speed_prompts], options)
+
+
+def _start(arm: Arm, engine_kwargs: Mapping[str, Any], options: MeasureOptions) -> tuple[LLMEngine, float]:
+    """The arm's engine, and the seconds that it took to start."""
+    started = time.monotonic()
+    engine = start_engine(arm, engine_kwargs, max_num_seqs=options.concurrency)
+    took_s = time.monotonic() - started
+    log.info("arm %s: engine up in %.0f s", arm.name, took_s)
+    return engine, took_s
+
+
+def _warm_up(engine: LLMEngine, prompts: Sequence[EvaluationPrompt]) -> None:
+    generate(engine, prompts[:1], sampling(WARMUP_TOKENS, ignore_eos=True), 1, "warm-up")
 
 
 def _measure_set(

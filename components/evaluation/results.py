@@ -73,6 +73,8 @@ class ArmResult:
     """Tokens whose keys and values the engine has room for; None where it does not say."""
     preemptions: int | None = None
     """Requests that were put back for want of that room, over the answers pass."""
+    speeds_again: tuple[Speed, ...] = ()
+    """Of plain decoding, on the same prompts once more after the last arm; empty on other arms."""
 
     @property
     def acceptance_length_within(self) -> float | None:
@@ -90,8 +92,22 @@ class ArmResult:
         return sum(record.error is not None for record in self.records)
 
     @property
+    def timed(self) -> tuple[Speed, ...]:
+        """The speed pass that counts. Of two the faster one: an arm that was measured while the machine was busy is a low bar."""
+        return max(self.speeds, self.speeds_again, key=_median_tokens_per_s)
+
+    @property
     def tokens_per_s(self) -> dict[str, float]:
-        return {speed.key: speed.tokens_per_s for speed in self.speeds}
+        return tokens_per_s(self.timed)
+
+
+def tokens_per_s(speeds: Sequence[Speed]) -> dict[str, float]:
+    """By the prompt's key."""
+    return {speed.key: speed.tokens_per_s for speed in speeds}
+
+
+def _median_tokens_per_s(speeds: Sequence[Speed]) -> float:
+    return median(tokens_per_s(speeds).values()) if speeds else 0.0
 
 
 _RESULT = TypeAdapter(ArmResult)
@@ -124,11 +140,16 @@ def find_problems(
     problems = [f"{sum(r.error == e for r in records)} of {len(records)} answers: {e}" for e in errors]
     if not records:
         problems.append("no answers")
-    if cut := sum(speed.tokens != speed_tokens for speed in speeds):
-        problems.append(f"{cut} of {len(speeds)} timed answers: not {speed_tokens} tokens")
+    problems += cut_short(speeds, speed_tokens)
     if engine_counters is not None and (sums := _sums(records)) != engine_counters:
         problems.append(f"the requests' counters sum to {sums}, the engine counted {engine_counters}")
     return tuple(problems)
+
+
+def cut_short(speeds: Sequence[Speed], speed_tokens: int) -> list[str]:
+    """What is wrong with timed answers that had to give `speed_tokens` tokens; empty: nothing."""
+    cut = sum(speed.tokens != speed_tokens for speed in speeds)
+    return [f"{cut} of {len(speeds)} timed answers: not {speed_tokens} tokens"] if cut else []
 
 
 def figures(result: ArmResult) -> dict[str, Any]:
@@ -157,8 +178,8 @@ def figures(result: ArmResult) -> dict[str, Any]:
         "accepted_at": list(sums.rate_at),
         "tokens_per_step": tokens_per_step(good),
         "coverage": sums.rounds / steps if steps and result.arm.speculates else None,
-        "tokens_per_s_c1": median(result.tokens_per_s.values()) if result.speeds else None,
-        "first_token_s": median(speed.first_token_s for speed in result.speeds) if result.speeds else None,
+        "tokens_per_s_c1": _median_tokens_per_s(result.timed) if result.timed else None,
+        "first_token_s": median(speed.first_token_s for speed in result.timed) if result.timed else None,
         "looped": share_looped(good),
         "kv_capacity_tokens": result.kv_capacity_tokens,
         "preemptions": result.preemptions,

@@ -19,6 +19,7 @@ from components.evaluation.summary import (
     CANDIDATE,
     CHALLENGER,
     CHAMPION,
+    STEADY,
     HeadIdentity,
     choose,
     head_places,
@@ -84,7 +85,14 @@ def evaluation_stage(settings: Settings) -> Stage:
 
     def run(inputs: Mapping[str, Artifact], output: Output) -> Outcome:
         from components.evaluation.benchmark_facts import benchmark_facts, sampled_facts, scores_file
-        from components.evaluation.tasks import WALKED, fresh_processes, measure_task, score_task, walk_task
+        from components.evaluation.tasks import (
+            WALKED,
+            fresh_processes,
+            measure_task,
+            score_task,
+            time_again_task,
+            walk_task,
+        )
 
         job = _job(settings, inputs, output, _store_benchmarks(settings, output))
         candidates, champion = candidate_heads(settings, inputs), champion_head(inputs["incumbent"])
@@ -94,6 +102,9 @@ def evaluation_stage(settings: Settings) -> Stage:
             for arm, is_served in arms:
                 if not job.is_measured(arm.name, only_held_out=not is_served):
                     processes.run(f"evaluation: arm {arm.name}", measure_task, job, arm, not is_served)
+            plain, _ = arms[0]
+            if not load_result(job.arm_file(plain.name)).speeds_again:
+                processes.run(f"evaluation: arm {plain.name}, timed again", time_again_task, job, plain)
             results = {arm.name: load_result(job.arm_file(arm.name)) for arm, _ in arms}
             candidate = choose(results, candidates, champion)
             if not output.join(WALKED).exists():
@@ -118,7 +129,7 @@ def evaluation_stage(settings: Settings) -> Stage:
         run=run,
         config=engine_identity(settings, settings.resources.evaluate) | {"evaluate": _evaluate_identity(settings)},
         inputs=("target", "responses", "head", "preflight", "incumbent", "drafts"),
-        version=3,
+        version=4,
         extra=lambda: platform_identity(settings) | {"benchmarks": _benchmark_identities(settings)},
         check=lambda: _check(settings),
         plan=lambda artifacts: plan_evaluation(settings, artifacts),
@@ -199,6 +210,12 @@ def _warn(facts: Mapping[str, Any]) -> None:
         for name, arm in entry["arms"].items():
             for problem in arm.get("problems", ()):
                 log.warning("%s: arm %s is not valid: %s", task, name, problem)
+    again = facts["plain_again"]
+    if again is not None and abs(again["estimate"] - 1) > STEADY:
+        log.warning(
+            "plain decoding was %.2f times as fast after the last arm as before the first: speeds of this evaluation were measured on "
+            "a machine that changed meanwhile (--force evaluation measures them anew)", again["estimate"],
+        )  # fmt: skip
     walked = facts["walked"]
     if walked["agrees"] is False:
         log.warning(

@@ -13,7 +13,7 @@ from components.evaluation.by_task import task_facts, task_of
 from components.evaluation.estimates import interval_facts
 from components.evaluation.gate import Measured, UnderLoad, Verdict, decide
 from components.evaluation.losslessness import TIE_GAPS, GreedyAnswer, Losslessness, compare_answers
-from components.evaluation.results import ArmResult, as_json, figures, load_result
+from components.evaluation.results import ArmResult, as_json, figures, load_result, tokens_per_s
 from components.evaluation.statistics import (
     Bootstrap,
     compare_acceptance,
@@ -27,6 +27,8 @@ NONE, CANDIDATE, CHAMPION = "none", "candidate", "champion"
 CHALLENGER = "challenger"
 """The candidate's name under live traffic."""
 SUMMARY = "evaluation.json"
+STEADY = 0.1
+"""Largest relative change of plain decoding's own speed over an evaluation that is not worth a warning."""
 AGREEMENT = 0.03
 """Largest relative difference between our walked AL and vLLM's AL within the answers. More is a head that the server reads otherwise than we do."""
 
@@ -123,6 +125,9 @@ def summarise(
         "walked": _agreement(walked["head"][k]["al"], results[candidate.name]),
         "speed_against_none": as_json(
             compare_speed(results[candidate.name].tokens_per_s, results[NONE].tokens_per_s, Bootstrap())
+        ),
+        "plain_again": as_json(
+            compare_speed(tokens_per_s(results[NONE].speeds_again), tokens_per_s(results[NONE].speeds), Bootstrap())
         ),
     }
     if champion is not None:

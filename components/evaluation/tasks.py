@@ -5,6 +5,7 @@ A fresh process an arm: nothing of one arm's engine (memory, threads, counters) 
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from components.evaluation.answer_sets import missing_sets
 from components.evaluation.arms import Arm
 from components.evaluation.benchmark_facts import score_benchmark
 from components.evaluation.job import HELD_OUT, Job
-from components.evaluation.measure import MeasureOptions, measure_arm
+from components.evaluation.measure import MeasureOptions, measure_arm, time_arm
 from components.evaluation.preflight import RecordedText, compare_drafts, record_texts
 from components.evaluation.processes import FreshProcesses, log_to_driver
 from components.evaluation.prompts import (
@@ -29,7 +30,7 @@ from components.evaluation.prompts import (
     select_prompts,
 )
 from components.evaluation.recorder import RecordedDraft
-from components.evaluation.results import as_json, load_result, save_result
+from components.evaluation.results import as_json, cut_short, load_result, save_result
 from components.evaluation.walked import RecordedAnswer, walk_bigram, walk_head
 from components.storage import Location
 from components.target.engine import engine_env, has_gpu
@@ -56,13 +57,25 @@ def task_env(resources: StageResources) -> dict[str, str]:
 def measure_task(job: Job, arm: Arm, only_held_out: bool) -> None:
     """Let the arm answer every set of prompts that it has not answered yet, and write `<place>/<arm>.json` of each as it is done."""
     log_to_driver()
-    evaluate = job.settings.evaluate
-    options = MeasureOptions(evaluate.concurrency, evaluate.speed_prompts, evaluate.speed_tokens)
     sets = missing_sets(job, arm.name, only_held_out)
-    for asked, result in measure_arm(arm, sets, job.engine_kwargs(), options, job.target_digest):
+    for asked, result in measure_arm(arm, sets, job.engine_kwargs(), _options(job), job.target_digest):
         if asked.place == HELD_OUT:
             job.output.join(PROMPTS).write_bytes(dump_prompts(asked.prompts))
         save_result(result, job.arm_file(arm.name, asked.place))
+
+
+def time_again_task(job: Job, arm: Arm) -> None:
+    """Repeat the speed pass of an arm that was measured, and keep its times beside the first ones."""
+    log_to_driver()
+    speeds = time_arm(arm, load_prompts(job.output.join(PROMPTS)), job.engine_kwargs(), _options(job))
+    before = load_result(job.arm_file(arm.name))
+    problems = (*before.problems, *cut_short(speeds, job.settings.evaluate.speed_tokens))
+    save_result(replace(before, speeds_again=speeds, problems=problems), job.arm_file(arm.name))
+
+
+def _options(job: Job) -> MeasureOptions:
+    evaluate = job.settings.evaluate
+    return MeasureOptions(evaluate.concurrency, evaluate.speed_prompts, evaluate.speed_tokens)
 
 
 def answer_task(job: Job, arm: Arm, prompts: Location, place: str) -> None:

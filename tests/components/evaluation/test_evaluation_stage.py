@@ -8,6 +8,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -151,6 +152,15 @@ def test_plain_decoding_gives_one_token_a_step_and_has_no_acceptance(evaluation:
     assert none["target_steps"] == NUM_PROMPTS * (NEW_TOKENS - 1)
     assert none["al"] is none["acceptance_rate"] is none["coverage"] is None
     assert none["tokens_per_s_c1"] > 0
+
+
+def test_plain_decoding_is_timed_again_after_the_last_arm(evaluation: Artifact) -> None:
+    none = load_result(evaluation.join("arms", "none.json"))
+
+    assert [speed.key for speed in none.speeds_again] == [speed.key for speed in none.speeds]
+    first, again = (median(speed.tokens_per_s for speed in speeds) for speeds in (none.speeds, none.speeds_again))
+    assert evaluation.facts["arms"]["none"]["tokens_per_s_c1"] == max(first, again)
+    assert evaluation.facts["plain_again"]["estimate"] > 0
 
 
 def test_ngram_reports_its_coverage(evaluation: Artifact) -> None:

@@ -143,6 +143,7 @@ def test_what_was_not_measured_is_none_and_not_zero() -> None:
 def test_a_result_survives_its_file(tmp_path) -> None:
     place = Location(str(tmp_path / "arms" / "ngram.json"))
     before = result(replace(GOOD, rivals=({8: 0.25}, {})), speeds=(Speed("p", 64, 4.0, 0.5),))
+    before = replace(before, speeds_again=(Speed("p", 64, 3.0, 0.5),))
 
     save_result(before, place)
 

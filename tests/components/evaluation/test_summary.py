@@ -59,11 +59,13 @@ def results(at_champions_k: int, token: int = 7) -> dict[str, ArmResult]:
     return {r.arm.name: r for r in arms}
 
 
-def evaluate(folder: Path, measured: dict[str, ArmResult]) -> tuple[dict, Artifact, dict]:
+def evaluate(
+    folder: Path, measured: dict[str, ArmResult], champion: HeadIdentity | None = CHAMPION
+) -> tuple[dict, Artifact, dict]:
     location = Location(str(folder))
     for name, arm_result in measured.items():
         save_result(arm_result, location.join("arms", f"{name}.json"))
-    facts, differences = summarise(measured, WALKED, CANDIDATE, CHAMPION)
+    facts, differences = summarise(measured, WALKED, CANDIDATE, champion)
     return facts, Artifact("evaluation", location, "f", {"facts": facts, "digest": "d"}), differences
 
 
@@ -116,6 +118,21 @@ def test_acceptance_is_compared_at_the_champions_k_and_speed_as_served(tmp_path:
     assert set(against["families"]) == set(FAMILIES)
     assert facts["speed_against_none"]["estimate"] == pytest.approx(20 / 15)
     assert evaluation_verdict(artifact, GateConfig()).promote
+
+
+@pytest.mark.parametrize(("again", "promotes"), [(14.0, True), (30.0, False)])
+def test_a_machine_that_became_faster_makes_no_head_faster(tmp_path: Path, again: float, promotes: bool) -> None:
+    """The head gives 20 tokens/s; plain decoding gave 15 before it, on a machine that may have been busy."""
+    measured = {name: result for name, result in results(at_champions_k=40).items() if name in ("none", "candidate")}
+    measured["none"] = replace(
+        measured["none"], speeds_again=tuple(Speed(f"p{i}", 64, 64 / again, 0.1) for i in range(6))
+    )
+
+    facts, artifact, _ = evaluate(tmp_path, measured, None)
+
+    assert facts["plain_again"]["estimate"] == pytest.approx(again / 15)
+    assert facts["speed_against_none"]["estimate"] == pytest.approx(20 / max(again, 15))
+    assert evaluation_verdict(artifact, GateConfig()).promote == promotes
 
 
 def test_an_arm_that_accepted_by_chance_is_marked_and_refused(tmp_path: Path) -> None:

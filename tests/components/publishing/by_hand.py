@@ -126,6 +126,7 @@ def evaluation_facts(tasks: bool = True) -> dict[str, Any]:
             "agrees": True,
         },
         "speed_against_none": around(1.8),
+        "plain_again": around(0.98),
     }
     if tasks:
         facts["tasks"] = {name: task_facts(arms) for name in ("code_editing", "chat & more")}
