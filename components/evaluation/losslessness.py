@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-TIE_GAPS = {"bfloat16": 0.25, "float16": 0.03125, "float32": 1e-4}
+TIE_GAPS = {"bfloat16": 8.5 / 8, "float16": 8.5 / 64, "float32": 1e-4}
 """Largest logit gap that rounding can turn around, by dtype.
 
-Between 16 and 32, where the logits of chat models peak, neighbouring bfloat16 numbers are 0.125 apart and float16 numbers 1/64: a batch
-of another shape may move each of two logits by one step. Measured gaps at such differences are 0 and 0.125. In float32 the
-sums' order shows at 1e-5.
+Between 16 and 32, where the logits of chat models peak, neighbouring bfloat16 numbers are 1/8 apart and float16 numbers 1/64. A batch of
+another shape rounds every layer's output otherwise, which adds up to more than a step of the last one: of 592 answers of the bundled
+model in bfloat16, up to 256 tokens long, 367 differed from plain decoding's, at 0 (187), 1 (128), 2 (48), 3 (2) and 4 steps (2), and
+both speculating arms said the same at 3 and 4, so that the plain one was the odd one. Ties end at twice the largest of these (and half a step,
+so that the last bit of a log probability decides nothing). A wrong token still shows: the runner-up is more than that behind at 80% of
+the positions. In float32 the sums' order shows at 1e-5.
 """
 
 

@@ -32,8 +32,8 @@ from components.evaluation.results import Answer, ArmResult, Speed, find_problem
 log = logging.getLogger("aerie")
 
 WARMUP_TOKENS = 16
-NUM_RIVALS = 4
-"""Likely tokens recorded at each position of a plain answer: a tie of three tokens is still seen as one."""
+NUM_RIVALS = 8
+"""Likely tokens recorded at each position of a plain answer: a tie of several tokens is still seen as one."""
 PROGRESS_EVERY_S = 10.0
 SAMPLING_SEED = 0
 """Of the first sampled answer; the others count on from it."""

@@ -1,3 +1,6 @@
+import pytest
+import torch
+
 from components.evaluation.losslessness import TIE_GAPS, GreedyAnswer, compare_answers
 
 
@@ -19,6 +22,17 @@ def test_a_difference_at_a_small_gap_is_a_tie_and_is_listed() -> None:
     assert (difference.plain_token, difference.arm_token) == (2, 99)
     assert difference.top2_gap == difference.token_gap == 0.125
     assert (result.equal, result.ties, result.faults) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_ties_end_between_two_numbers_of_the_dtype(dtype: str) -> None:
+    """The last bits of a log probability decide nothing, and a token that is clearly worse is a fault."""
+    step = torch.finfo(getattr(torch, dtype)).eps * 16
+    for steps, kind in ((8, "tie"), (9, "fault")):
+        for noise in (-1e-6, 1e-6):
+            answer = plain(1, 2, gap=steps * step + noise)
+            (difference,) = compare_answers({"a": answer}, {"a": [1, 99]}, TIE_GAPS[dtype]).differences
+            assert difference.kind == kind
 
 
 def test_the_same_gap_is_a_fault_in_float32() -> None:
