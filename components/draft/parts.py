@@ -6,8 +6,10 @@ wait for the host, and behind the features of the next batch, which take the one
 Legend: A supervised anchors, R chain rows, E elements of a part (its anchors' depth-0 rows, then its chain rows).
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -75,17 +77,29 @@ class Parts:
 def cut_parts(chains: Chains, rows_per_part: int) -> list[slice]:
     """Cuts the anchors into consecutive parts of at most `rows_per_part` elements (depth 0 and chain rows).
 
+    They are as few as can be, and with that number the largest is as small as can be: the largest part is what memory must hold.
+
     Raises:
         ValueError: one anchor alone has more elements than a part may have.
     """
-    sizes = (chains.length_A + 1).tolist()
-    if sizes and max(sizes) > rows_per_part:
-        raise ValueError(f"rows_per_part: {rows_per_part} is less than one anchor's {max(sizes)} elements")
+    sizes_A = chains.length_A + 1
+    if not len(chains):
+        return []
+    longest, ends = int(sizes_A.max()), sizes_A.cumsum(0).tolist()
+    if longest > rows_per_part:
+        raise ValueError(f"rows_per_part: {rows_per_part} is less than one anchor's {longest} elements")
+    num_parts = len(_fill_parts(ends, rows_per_part))
+    sizes = range(max(longest, ceil(ends[-1] / num_parts)), rows_per_part)  # the smallest one that does is searched for
+    best = bisect_left(sizes, True, key=lambda size: len(_fill_parts(ends, size)) == num_parts)
+    return _fill_parts(ends, sizes.start + best)
+
+
+def _fill_parts(ends: Sequence[int], size: int) -> list[slice]:
+    """Parts that take as many anchors as they may; `ends` counts the elements up to and with each anchor."""
     parts = []
     begin = filled = 0
-    for index, size in enumerate(sizes):
-        if filled + size > rows_per_part:
-            parts.append(slice(begin, index))
-            begin, filled = index, 0
-        filled += size
-    return [*parts, slice(begin, len(sizes))] if sizes else []
+    while begin < len(ends):
+        end = bisect_right(ends, filled + size, begin)
+        parts.append(slice(begin, end))
+        begin, filled = end, ends[end - 1]
+    return parts

@@ -1,5 +1,7 @@
 """What is supervised, how chains are drawn and how they are cut."""
 
+from itertools import combinations, pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -97,6 +99,21 @@ def test_parts_cover_every_anchor_once_and_respect_the_size(lengths: list[int], 
     parts = cut_parts(chains, rows_per_part)
     assert [i for part in parts for i in range(len(lengths))[part]] == list(range(len(lengths)))
     assert all(sum(lengths[part]) + len(lengths[part]) <= rows_per_part for part in parts)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(5, 20))
+def test_parts_are_few_and_the_largest_is_small(lengths: list[int], rows_per_part: int) -> None:
+    """Against every way to cut the anchors."""
+    chains = Chains(torch.arange(len(lengths)), torch.tensor(lengths))
+    ways = []
+    for num_cuts in range(len(lengths)):
+        for cuts in combinations(range(1, len(lengths)), num_cuts):
+            parts = pairwise([0, *cuts, len(lengths)])
+            ways.append((num_cuts + 1, max(sum(lengths[begin:end]) + end - begin for begin, end in parts)))
+    found = cut_parts(chains, rows_per_part)
+    largest = max(sum(lengths[part]) + len(lengths[part]) for part in found)
+    assert (len(found), largest) == min(way for way in ways if way[1] <= rows_per_part)
 
 
 @pytest.mark.parametrize("changes", [{"num_depths": 0}, {"keep_ratio": 1.5}, {"keep_floor": -0.1}])
