@@ -27,8 +27,8 @@ NONE, CANDIDATE, CHAMPION = "none", "candidate", "champion"
 CHALLENGER = "challenger"
 """The candidate's name under live traffic."""
 SUMMARY = "evaluation.json"
-STEADY = 0.1
-"""Largest relative change of plain decoding's own speed over an evaluation that is not worth a warning."""
+STEADY = 0.2
+"""Plain decoding's speed after the last arm over that before the first: an interval that leaves 1 by no more than this is not worth a warning."""
 AGREEMENT = 0.03
 """Largest relative difference between our walked AL and vLLM's AL within the answers. More is a head that the server reads otherwise than we do."""
 

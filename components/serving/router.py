@@ -30,6 +30,12 @@ DIRECT_PATH = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
 }
 """Every chunk passes through this process: in one event loop instead of three, and without an object reference of its own."""
+DELIVER: dict[str, Any] = {
+    "method_name": "deliver",
+    "request_serialization": "pickle",
+    "response_serialization": "pickle",
+}
+"""How arms are called: with plain values and classes that both sides import, for which the default (cloudpickle) is several times as slow."""
 
 
 class RouterArgs(BaseModel):
@@ -66,12 +72,12 @@ class Router:
 
     def _ask(self, application: str, route: str, body: dict[str, Any]) -> Upstream:
         handle = self._handle(application)
-        return self._inbox.call(lambda reply_to: handle.deliver.remote(route, body, reply_to))
+        return self._inbox.call(lambda reply_to: handle.remote(route, body, reply_to))
 
     def _handle(self, application: str) -> DeploymentHandle:
         if application not in self._handles:
             try:
-                self._handles[application] = serve.get_app_handle(application)
+                self._handles[application] = serve.get_app_handle(application).options(**DELIVER)
             except RayServeException as error:
                 raise LookupError(str(error)) from None
         return self._handles[application]
