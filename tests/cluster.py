@@ -1,5 +1,6 @@
 """A real Ray head with its dashboard for tests, on free loopback ports, ended with all its processes."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -15,11 +16,13 @@ from types import MappingProxyType
 
 import httpx
 import psutil
+import ray
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 LOGICAL_CPUS = 8  # Ray Data needs more to move than a small machine has cores
 START_TIMEOUT_S = 120.0
+FREED_TIMEOUT_S = 30.0
 MARK_VARIABLE = "AERIE_TEST_CLUSTER"
 
 
@@ -70,6 +73,15 @@ def run_ray_head(
     finally:
         _end(process, mark)
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def free_cpus() -> int:
+    """Logical CPUs that nobody holds, once the workers of earlier tests have ended: all, but for those that something holds on to."""
+    gc.collect()  # they end with the last name for them
+    deadline = time.monotonic() + FREED_TIMEOUT_S
+    while (free := int(ray.available_resources().get("CPU", 0))) < LOGICAL_CPUS and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return free
 
 
 def _client_environment(port: int, dashboard_port: int, temporary: str) -> dict[str, str]:

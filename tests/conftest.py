@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import boto3
@@ -26,6 +27,7 @@ from tests.tiny import make_permutation_llama, make_tiny_llama
 PROJECT_ROOT = Path(__file__).parent.parent
 SERVER_START_TIMEOUT_S = 120.0
 JOBS = "tests/pipelines/"
+FIRST_PORT = 20_000  # Ray takes those below for its workers
 
 # how long an example takes depends on what else this machine does
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -202,6 +204,10 @@ def is_running(pid: int) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A loopback port that is free until its server starts: none of those that the kernel gives to connections meanwhile, if it leaves any."""
+    first_of_kernel = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(FIRST_PORT, first_of_kernel) or (0,)
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", SystemRandom().choice(ports)))
+            return probe.getsockname()[1]

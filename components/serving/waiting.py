@@ -24,6 +24,8 @@ START_TIMEOUT_S = 3600.0
 LIVE_TIMEOUT_S = 60.0
 REMOVE_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 120.0
+LEAVING_TIMEOUT_S = 30.0
+"""A router that is only slow, as on a machine where engines start, still has its requests."""
 
 
 def wait_until_running(client: ServeSubmissionClient, names: Sequence[str]) -> None:
@@ -144,7 +146,7 @@ def wait_until_left(service: Service, applications: Iterable[str]) -> None:
 def _leaving(address: str) -> Mapping[str, int]:
     """Requests that still run, by application that no arm names any more."""
     try:
-        reply = httpx.get(f"{address}/health", timeout=5, trust_env=False)
+        reply = httpx.get(f"{address}/health", timeout=LEAVING_TIMEOUT_S, trust_env=False)
         return reply.json().get("leaving", {})
     except (httpx.TransportError, ValueError):  # no router, no requests
         return {}

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from tests.conftest import free_port
+from tests.conftest import free_port, is_running
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -92,13 +93,13 @@ def environment(process: psutil.Process) -> dict[str, str]:
 
 def open_to_others(processes: list[psutil.Process]) -> set[str]:
     """Names of the processes that listen on another address than loopback."""
-    return {
-        process.name()
-        for process in processes
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-        and connection.laddr.ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-    }
+    found = set()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # Ray ends workers of a job that is over
+            listening = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            if set(listening) - {"127.0.0.1", "::1", "::ffff:127.0.0.1"}:
+                found.add(process.name())
+    return found
 
 
 def test_up_twice_then_a_job_with_serve_then_down(project: Path, ports: dict[str, str]) -> None:
@@ -113,19 +114,20 @@ def test_up_twice_then_a_job_with_serve_then_down(project: Path, ports: dict[str
     submitted = submit(project, ports, "./job.py", str(serve_port))
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert f"root {project} python {sys.executable} folder {project}" in submitted.stdout
-    assert httpx.get(f"http://127.0.0.1:{serve_port}/", trust_env=False).text == "served"
+    assert httpx.get(f"http://127.0.0.1:{serve_port}/", trust_env=False, timeout=60).text == "served"
 
     assert submit(project, ports, "false").returncode == 1
 
     processes = started_processes(project)
     # Ray writes the address of a Serve replica's gRPC port ("[::]:0") into its code; the token guards it (SECURITY.md).
     assert all(name.startswith("ray::ServeRepli") for name in open_to_others(processes))
-    unauthorized = httpx.get(f"http://127.0.0.1:{ports['RAY_DASHBOARD_PORT']}/api/jobs/", trust_env=False)
+    jobs = f"http://127.0.0.1:{ports['RAY_DASHBOARD_PORT']}/api/jobs/"
+    unauthorized = httpx.get(jobs, trust_env=False, timeout=60)
     assert unauthorized.status_code == 401
 
     stopped = local(project, "down")
     assert stopped.returncode == 0
-    assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not [process for process in processes if process.is_running() and is_running(process.pid)]
     assert "nothing" in local(project, "down").stdout
 
 

@@ -78,22 +78,23 @@ def test_a_holder_on_another_machine_is_gone_only_after_its_time_to_live(place: 
 
 
 def test_the_heartbeat_keeps_a_lease_alive(place: Location) -> None:
-    with Lease(place, ttl_s=1.0):
-        time.sleep(1.5)
-        assert time.time() - json.loads(place.read_bytes())["heartbeat_at"] < 1.0
-        with pytest.raises(LeaseHeld), Lease(place, ttl_s=1.0):
+    with Lease(place, ttl_s=2.0):
+        first, deadline = heartbeat(place), time.monotonic() + LONG_S
+        while heartbeat(place) < first + 2.0:  # longer than it lives without one
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(LeaseHeld), Lease(place, ttl_s=2.0):
             pass
 
 
 def test_a_holder_that_slept_too_long_learns_that_it_lost(place: Location) -> None:
-    holder = hold_in_subprocess(place, ttl_s=1.0)
-    holder.send_signal(signal.SIGSTOP)
-    time.sleep(1.3)
-    with Lease(place, ttl_s=1.0) as lease:
+    holder = hold_in_subprocess(place, ttl_s=4.0)
+    holder.send_signal(signal.SIGSTOP)  # a second before its first heartbeat
+    place.write_bytes(json.dumps(json.loads(place.read_bytes()) | {"heartbeat_at": time.time() - 100}).encode())
+    with Lease(place, LONG_S) as lease:
         holder.send_signal(signal.SIGCONT)
-        time.sleep(0.5)
-        lease.check()  # the old holder's heartbeat did not write over ours
-        _, words = holder.communicate(timeout=20)  # it ended by itself, out of a sleep
+        _, words = holder.communicate(timeout=LONG_S)  # it ended by itself, out of a sleep
+        lease.check()  # its heartbeat did not write over ours
     assert holder.returncode == 1
     assert f"LeaseLost: {place.uri} was taken over by process {os.getpid()}" in words.splitlines()[-1]
 
@@ -159,7 +160,7 @@ def test_a_kill_in_the_middle_of_a_takeover_blocks_nobody(place: Location) -> No
             entered.set()
 
     threading.Thread(target=enter, daemon=True).start()
-    assert entered.wait(10)
+    assert entered.wait(LONG_S)
 
 
 def test_of_many_who_see_a_dead_holder_one_gets_in(place: Location) -> None:
@@ -169,9 +170,9 @@ def test_of_many_who_see_a_dead_holder_one_gets_in(place: Location) -> None:
     def contend(number: int) -> None:
         start.wait()
         try:
-            with Lease(place, ttl_s=5.0) as lease:
+            with Lease(place, LONG_S) as lease:
                 inside.append(number)
-                release.wait(10)
+                release.wait(LONG_S)
                 lease.check()
         except LeaseHeld:
             refused.append(number)
@@ -179,7 +180,7 @@ def test_of_many_who_see_a_dead_holder_one_gets_in(place: Location) -> None:
     threads = [threading.Thread(target=contend, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LONG_S
     while len(refused) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
     release.set()
@@ -196,6 +197,10 @@ def hold_in_subprocess(place: Location, ttl_s: float = LONG_S) -> subprocess.Pop
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     return holder
+
+
+def heartbeat(place: Location) -> float:
+    return json.loads(place.read_bytes())["heartbeat_at"]
 
 
 def foreign_record(age_s: float) -> bytes:

@@ -56,7 +56,7 @@ class Project:
             timeout=timeout_s,
         )
 
-    def run_and_kill(self, when: Callable[[str], bool], *arguments: str, timeout_s: float = 300) -> str:
+    def run_and_kill(self, when: Callable[[str], bool], *arguments: str, timeout_s: float = 600) -> str:
         """Run, and kill -9 the driver as soon as `when(what it printed)` holds; what it printed comes back."""
         log_path = self.folder / "killed.log"
         with log_path.open("w") as log:
@@ -64,14 +64,14 @@ class Project:
                 self.command(*arguments), cwd=ROOT, env=os.environ | self.environment, stdout=log, stderr=log
             )
         deadline = time.monotonic() + timeout_s
-        while not when(log_path.read_text()):
+        while not when(log_path.read_text(errors="replace")):  # a letter may be half written
             if process.poll() is not None or time.monotonic() > deadline:
                 process.kill()
-                raise AssertionError(f"the moment to kill never came:\n{log_path.read_text()[-4000:]}")
+                raise AssertionError(f"the moment to kill never came:\n{log_path.read_text(errors='replace')[-4000:]}")
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        return log_path.read_text()
+        return log_path.read_text(errors="replace")
 
     def arms(self) -> dict[str, dict[str, Any]] | None:
         """What the endpoint says of its arms; None where nothing answers."""

@@ -18,7 +18,7 @@ from components.cluster_room import Need, check_room
 HEAD_ID = "f" * 51 + "00000"
 """What Ray's provider for tests takes for the head's."""
 NEED = Need("resources.features", 1, {"CPU": 2})
-STUCK_AFTER_S = 100
+STUCK_AFTER_S = 300
 
 
 def main(folder: Path, gcs_port: int) -> None:

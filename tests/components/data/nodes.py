@@ -33,7 +33,7 @@ SETTINGS = Settings.model_validate(
     }
 )
 SAID, DOOMED, NODES, CAPTURED = "_said.json", "_doomed", "_nodes", "_captured"
-STUCK_AFTER_S = 150
+STUCK_AFTER_S = 500
 NOTICED_AFTER_S = 60
 
 

@@ -21,7 +21,7 @@ def test_the_next_result_is_computed_while_the_last_one_is_used():
     started = [threading.Event() for _ in range(3)]
     results = map_ahead(lambda i: started[i].set() or i, range(3), 1, 1)
     assert next(results) == 0
-    assert started[1].wait(timeout=5)
+    assert started[1].wait(timeout=60)
     results.close()
 
 

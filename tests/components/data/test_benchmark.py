@@ -28,6 +28,7 @@ def test_both_sides_are_measured(tiny_target, tmp_path, capsys):
     assert min(capture["ratios"]) <= capture["ratio"] <= max(capture["ratios"])
     parts = capture["ms_per_1000_tokens"]
     assert parts["bare forward pass"] == pytest.approx(1e6 / capture["bare_tokens_per_s"])
-    assert parts["the worker, all in all"] > parts["checksums"] + parts["writing"] > 0
+    assert parts["the worker, all in all"] == pytest.approx(1e6 / capture["worker_tokens_per_s"])
+    assert min(parts["checksums"], parts["writing"]) > 0
     assert "tokens/s, worker" in capsys.readouterr().out
     assert figures["ray_data"] is None

@@ -36,7 +36,7 @@ def test_a_killed_node_costs_no_row_and_changes_none(tiny_target: Path, tmp_path
     # a Ray of its own, in a process of its own; .venv limits Ray to one node
     environment = project_environment() | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "RAY_ADDRESS": ""}
     command = [sys.executable, "-m", "tests.components.data.nodes", str(tiny_target), responses.uri, output.uri]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-4000:]
 
     said = json.loads(output.join(SAID).read_bytes())
@@ -79,7 +79,7 @@ def test_nodes_that_an_autoscaler_adds_are_waited_for(tmp_path: Path) -> None:
         environment = project_environment() | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "RAY_ADDRESS": ""}
         environment |= {"RAY_TMPDIR": own, "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
         command = [sys.executable, "-m", "tests.components.data.growing", str(tmp_path), str(free_port())]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=350)
     assert done.returncode == 0, done.stderr[-4000:]
     (lack,) = [line for line in done.stderr.splitlines() if line.startswith("resources.features")]
     assert lack.endswith(

@@ -1,6 +1,5 @@
 """The draft vocabulary: the most frequent answer tokens, the end tokens always, filled where data is little."""
 
-import gc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from components.data.answers import write_answers
 from components.data.parts import PartAccount, part_name
 from components.data.vocabulary import TokenCounts, build_vocabulary, choose_ids, count_tokens, read_used_ids
 from components.storage import Location
+from tests.cluster import free_cpus
 
 VOCAB = 20
 
@@ -68,13 +68,12 @@ def test_every_id_of_every_split_is_known_as_used(ray_cluster, tmp_path: Path, m
     ]
     for number, row in enumerate(rows):
         write_answers(responses.join(part_name(number)), [row], PartAccount())
-    gc.collect()  # workers of earlier tests end with the last name for them
-    arms = ray.remote(num_cpus=int(ray.available_resources()["CPU"]))(Started).remote()
+    arms = ray.remote(num_cpus=free_cpus())(Started).remote()
     assert not ray.get(arms.is_set.remote(), timeout=60)
     with ThreadPoolExecutor(1) as pool:
         built = pool.submit(build_vocabulary, responses, 4, VOCAB, [2], output)
         try:
-            built.result(timeout=60)
+            built.result(timeout=300)
         finally:
             ray.kill(arms)
     assert read_used_ids(output) == {0, 1, 3, 4, 6, 7}

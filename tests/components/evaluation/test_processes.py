@@ -19,7 +19,9 @@ MODULE = "statistics"  # one that neither Ray nor this file imports
 
 def note(path: Path) -> None:
     facts = {"pid": os.getpid(), "imported": MODULE in sys.modules, "mark": os.environ["MARK"]}
-    path.write_text(json.dumps(facts))
+    whole = path.with_name(f"{path.name}.whole")
+    whole.write_text(json.dumps(facts))
+    whole.rename(path)  # whoever waits for it reads it at once
 
 
 def fail() -> None:
@@ -67,7 +69,7 @@ def test_a_killed_actor_takes_its_process_along(tmp_path: Path) -> None:
             time.sleep(0.1)
         engine = psutil.Process(json.loads((tmp_path / "long").read_text())["pid"])
         _starter_of(engine).send_signal(signal.SIGKILL)
-        engine.wait(timeout=20)
+        engine.wait(timeout=120)
         del waiting
 
 

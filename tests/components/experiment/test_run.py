@@ -267,8 +267,8 @@ def test_an_mlflow_that_is_away_delays_a_promotion_and_a_rollback_but_no_stop(
         (lambda: roll_back(journal, pair, heads, ALARMS), 1),
     ):
         back = threading.Timer(0.5, relay.start)
-        back.start()
         began = time.monotonic()
+        back.start()
         follows()
         assert time.monotonic() - began > 0.4
         back.join()

@@ -121,7 +121,7 @@ def test_a_stale_champion_is_called_stale_before_anything_runs(
     stage = incumbent_stage(published.settings)
     with caplog.at_level(logging.WARNING, "aerie"):
         stage.check()
-        assert caplog.text == ""
+        assert "stale" not in caplog.text
         heads.client.set_model_version_tag(heads.name, "1", VLLM_TAG, "0.1")
         stage.check()
     assert f"version 1, is stale: measured on vLLM 0.1, installed is {vllm_of()}" in caplog.text

@@ -31,6 +31,8 @@ class Faulty(Delivering):
         self.always = always
         self.cancelled = 0
         self.bodies: list[dict[str, Any]] = []
+        self.may_end = False
+        """What `held_stream` waits for."""
 
     async def num_cancelled(self) -> AsyncIterator[int]:
         yield self.cancelled
@@ -54,6 +56,12 @@ class Faulty(Delivering):
             await asyncio.sleep(PACE_S)
         if (body.get("stream_options") or {}).get("include_usage"):
             yield f"data: {json.dumps({'choices': [], **FIGURES})}\n\n"
+        yield DONE
+
+    async def held_stream(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+        yield CHUNK
+        while not self.may_end:
+            await asyncio.sleep(0.01)
         yield DONE
 
     async def refuse(self, body: dict[str, Any]) -> AsyncIterator[Any]:

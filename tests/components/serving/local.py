@@ -17,6 +17,10 @@ from tests.components.serving.faulty import Faulty
 from tests.conftest import free_port
 
 CHAT = "/v1/chat/completions"
+THREAD = "local-router"
+"""Where all of it runs."""
+LONG_S = 60.0
+"""For what takes milliseconds on a machine that is not busy."""
 
 
 class LocalCall:
@@ -50,7 +54,7 @@ class LocalRouter:
         """In the server's loop, as Serve does."""
         done = threading.Event()
         self.loop.call_soon_threadsafe(lambda: (self.gateway.configure(routing), done.set()))
-        assert done.wait(5)
+        assert done.wait(LONG_S)
 
     def restart(self) -> None:
         """As a new process does, it takes whatever it is told first."""
@@ -91,7 +95,7 @@ def routing_to(*arms: str, app: str | None = None, **changes: Any) -> Routing:
     return Routing.model_validate({"model": "m", "salt": "s", "arms": parsed, "weight_epoch": 1} | changes)
 
 
-def wait_until(happens: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_until(happens: Callable[[], bool], timeout_s: float = LONG_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not happens():
         assert time.monotonic() < deadline
@@ -112,10 +116,10 @@ def local_router(arms: Mapping[str, Faulty], routing: Routing, **gateway: Any) -
         ready.set()
         await server.serve()
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name=THREAD)
     thread.start()
     try:
-        ready.wait(10)
+        assert ready.wait(LONG_S)
         while not server.started:
             time.sleep(0.005)
         router.configure(routing)
@@ -124,4 +128,4 @@ def local_router(arms: Mapping[str, Faulty], routing: Routing, **gateway: Any) -
             yield router
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(LONG_S)

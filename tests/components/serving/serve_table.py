@@ -13,7 +13,7 @@ from components.serving import claim, running
 from components.serving import deploy as deploying
 from components.serving.listing import ROUTER, Applications, routing_of, with_routing
 from components.serving.routing import Routing
-from tests.components.serving.local import LocalRouter, local_router, routing_to
+from tests.components.serving.local import LONG_S, LocalRouter, local_router, routing_to
 
 Act = Callable[[], None]
 
@@ -69,7 +69,7 @@ class ServeTable:
         return found
 
     def replace_traffic(self, routing: Routing) -> Routing:
-        return asyncio.run_coroutine_threadsafe(self.router.gateway.replace(routing), self.router.loop).result(5)
+        return asyncio.run_coroutine_threadsafe(self.router.gateway.replace(routing), self.router.loop).result(LONG_S)
 
     async def keep(self, routing: Routing) -> None:
         """What the router tells Serve."""

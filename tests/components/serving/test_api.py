@@ -17,12 +17,13 @@ from components.serving.ejection import FAILURES_TO_EJECT, Ejector
 from components.serving.records import decode_records
 from components.serving.router import Router
 from components.serving.routing import ArmChange, ArmState, change_arms
-from tests.components.serving.faulty import NUM_CHUNKS, SPECULATION, USAGE, Faulty
-from tests.components.serving.local import CHAT, local_router, routing_to, wait_until
+from tests.components.serving.faulty import NUM_CHUNKS, PACE_S, SPECULATION, USAGE, Faulty
+from tests.components.serving.local import CHAT, LONG_S, THREAD, local_router, routing_to, wait_until
 
 TOKEN = "operators-only"
 SESSIONS = [f"session-{i}" for i in range(40)]
-SHORT_S = 0.3
+SHORT_S = 1.0
+"""Long enough for a first event, on a busy machine too."""
 
 
 @pytest.fixture
@@ -120,10 +121,13 @@ def test_metrics_are_the_sums_of_what_the_arms_said(two):
 
 
 def test_ttft_and_tpot_are_those_of_the_stream(two):
+    asked_s = time.perf_counter()
     two.ask(stream=True, headers={"x-aerie-arm": "a"})
-    assert two.figure("aerie_ttft_seconds_sum", arm="a") < 0.1
+    took_s = time.perf_counter() - asked_s
+    first_s = two.figure("aerie_ttft_seconds_sum", arm="a")
     spent_s = two.figure("aerie_tpot_seconds_sum", arm="a") * (USAGE["completion_tokens"] - 1)
-    assert (NUM_CHUNKS - 1) * 0.02 <= spent_s < (NUM_CHUNKS - 1) * 0.02 + 0.2
+    assert spent_s >= (NUM_CHUNKS - 1) * PACE_S
+    assert 0 < first_s <= took_s - spent_s
 
 
 @pytest.mark.parametrize(
@@ -206,7 +210,7 @@ def test_clients_of_a_stuck_arm_leave_room_for_operators(tmp_path, monkeypatch):
         assert router.figure("aerie_rejected_total", code="overloaded") == 1
         assert router.client.get("/health").status_code == change(router, "kill").status_code == 200
         for stream in streams:
-            stream.join(5)
+            stream.join(LONG_S)
         assert router.ask().status_code == 200
     assert Router.max_ongoing_requests > MAX_REQUESTS, "Serve itself lets operators in"
 
@@ -216,8 +220,8 @@ def test_a_client_that_leaves_while_it_sends_is_no_fault_of_the_router(two, capl
     with socket.create_connection((host, port)) as connection:
         connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
     wait_until(lambda: two.figure("aerie_rejected_total", code="client_closed") == 1)
-    faults = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert faults == []
+    ours = [record for record in caplog.records if record.threadName == THREAD]
+    assert [record for record in ours if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize(
@@ -422,11 +426,9 @@ def test_a_shadow_that_cannot_be_asked_does_not_hold_up_the_answer(monkeypatch):
 
 def test_a_slow_shadow_does_not_hold_up_the_answer():
     with local_router({"a": Faulty("good"), "s": Faulty("hang")}, routing_to("a", "s:shadow")) as router:
-        started = time.monotonic()
         for _ in range(40):
             assert router.ask().status_code == 200
-        assert time.monotonic() - started < 5
-        assert router.figure("aerie_arm_running", arm="s") == 32
+        assert router.figure("aerie_arm_running", arm="s") == 32, "nobody has waited for them"
         assert router.figure("aerie_shadow_dropped_total", arm="s") == 8
         router.configure(routing_to("a", "s:killed", weight_epoch=2, replaces=1))
         wait_until(lambda: router.figure("aerie_arm_running", arm="s") == 0)
@@ -438,17 +440,15 @@ def test_the_kill_switch_leaves_the_control_and_cuts_off_what_runs(admin):
     for thread in streams:
         thread.start()
     wait_until(lambda: all(texts))
-    started = time.monotonic()
     assert change(admin, "kill").status_code == 200
-    streams[1].join(5)
-    assert time.monotonic() - started < 2
+    streams[1].join(LONG_S)
     assert "arm_killed" in texts[1][-1]
     assert texts[1][-1].endswith("data: [DONE]\n\n")
     assert set(arms_of(admin).values()) == {"a"}
     assert streams[0].is_alive(), "the control goes on"
     assert admin.kept[-1].arms["c"].state == "killed"
     change(admin, "arms/a", state="killed")
-    streams[0].join(5)
+    streams[0].join(LONG_S)
     assert is_openai_error(admin.ask(), 503)
 
 
@@ -517,11 +517,11 @@ def test_a_killed_arm_is_cut_off_under_its_old_name_too():
             "previous": both["champion"].model_copy(update={"state": ArmState.KILLED}),
         }
         router.configure(routing.model_copy(update={"arms": renamed, "weight_epoch": 2, "replaces": 1}))
-        streams[1].join(5)
+        streams[1].join(LONG_S)
         assert "arm_killed" in texts[1][-1]
         assert streams[0].is_alive(), "its engine is not the killed one"
         router.configure(routing_to("champion:killed", app="v1", weight_epoch=3, replaces=2))
-        streams[0].join(5)
+        streams[0].join(LONG_S)
         assert "arm_killed" in texts[0][-1]
 
 
@@ -530,12 +530,13 @@ def test_another_engine_takes_over_an_arm_and_what_runs_on_the_old_one_ends_ther
     with local_router(arms, routing_to("champion", app="v1")) as router:
         assert router.client.get("/health").json()["oldest_running_at"] is None
         asked_at = time.time()
-        with router.client.stream("POST", CHAT, json={"do": "good", "stream": True}) as running:
+        with router.client.stream("POST", CHAT, json={"do": "held_stream", "stream": True}) as running:
             assert router.client.get("/health").json()["leaving"] == {}
             assert asked_at <= router.client.get("/health").json()["oldest_running_at"] <= time.time()
             router.configure(routing_to("champion", app="v2", weight_epoch=2, replaces=1))
             assert router.client.get("/health").json()["leaving"] == {"v1": 1}
             assert router.ask().status_code == 200
+            arms["v1"].may_end = True
             assert running.read().endswith(b"data: [DONE]\n\n")
         assert router.client.get("/health").json()["leaving"] == {}
         assert router.client.get("/health").json()["oldest_running_at"] is None
@@ -578,9 +579,10 @@ def test_a_failing_arm_is_ejected_its_sessions_move_and_come_back(tmp_path):
 
 def test_a_stream_that_began_before_its_arm_failed_does_not_bring_it_back(two):
     at_b = {"x-aerie-arm": "b"}
-    with two.client.stream("POST", CHAT, json={"do": "good", "stream": True}, headers=at_b) as running:
+    with two.client.stream("POST", CHAT, json={"do": "held_stream", "stream": True}, headers=at_b) as running:
         for _ in range(FAILURES_TO_EJECT):
             assert two.ask("crash", headers=at_b).status_code == 502
+        two.arms["b"].may_end = True
         assert running.read().endswith(b"data: [DONE]\n\n")
     assert two.client.get("/health").json()["arms"]["b"]["ejected"] is True
     assert two.ask(headers=at_b).status_code == 200

@@ -95,13 +95,14 @@ def test_two_writers_share_a_folder(tmp_path):
 
 def test_old_days_go_and_young_ones_stay(tmp_path):
     location = Location(str(tmp_path))
-    days = [f"{datetime.now(UTC) - timedelta(days=age):%Y-%m-%d}" for age in (1, 3, 40)]
+    clock = Clock()
+    days = [f"{clock.now - timedelta(days=age):%Y-%m-%d}" for age in (1, 3, 40)]
     for day in days:
         location.join(day, "000000-x-00000.jsonl").write_bytes(encode_records([record()]))
-    writer = RecordWriter(location, 2, FAST_S)
+    writer = RecordWriter(location, 2, FAST_S, clock=clock)
     writer.add(record())
     writer.close()
-    assert {name.split("/")[0] for name in location.files()} == {days[0], f"{datetime.now(UTC):%Y-%m-%d}"}
+    assert {name.split("/")[0] for name in location.files()} == {days[0], f"{clock.now:%Y-%m-%d}"}
 
 
 def test_what_cannot_be_written_yet_is_written_later(tmp_path):

@@ -28,8 +28,9 @@ def test_a_change_to_what_is_there_already_begins_no_epoch():
 
 @pytest.mark.parametrize("change", [{"a": ArmChange(weight=3)}, {"a": ArmChange(state="draining")}])
 def test_epochs_grow_even_within_a_second_and_over_a_restart(change):
+    before = int(time.time())
     first = with_epoch(routing_to("a"), None)
-    assert abs(first.weight_epoch - time.time()) < 2
+    assert before <= first.weight_epoch <= time.time()
     assert change_arms(first, change).weight_epoch > first.weight_epoch
     ahead = first.model_copy(update={"weight_epoch": int(time.time()) + 1000})
     assert change_arms(ahead, change).weight_epoch == ahead.weight_epoch + 1

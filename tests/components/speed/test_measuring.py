@@ -101,7 +101,10 @@ def test_what_a_figure_depends_on_is_kept(job: Job) -> None:
 
 def test_nothing_is_left_to_do_and_nothing_is_left_running(job: Job) -> None:
     assert job.missing(SERVED, points(["chat"], job.settings.speed), 0) == ()
-    left = [p for p in psutil.Process(os.getpid()).children(recursive=True) if MODULE in " ".join(p.cmdline())]
+    children = {child.pid for child in psutil.Process(os.getpid()).children(recursive=True)}
+    left = [
+        p for p in psutil.process_iter(["cmdline"]) if p.pid in children and MODULE in " ".join(p.info["cmdline"] or [])
+    ]
     assert left == []
 
 
