@@ -21,9 +21,10 @@ def tokens_of_arm(evaluate: Mapping[str, Any], benchmark_rows: Mapping[str, int]
     return answers + evaluate["speed_prompts"] * evaluate["speed_tokens"] + asked
 
 
-def _tokens(arms: int, evaluate: Mapping[str, Any], benchmark_rows: Mapping[str, int]) -> int:
-    """Of all arms; plain decoding is timed twice."""
-    return arms * tokens_of_arm(evaluate, benchmark_rows) + evaluate["speed_prompts"] * evaluate["speed_tokens"]
+def _tokens(arms: int, timed_again: int, evaluate: Mapping[str, Any], benchmark_rows: Mapping[str, int]) -> int:
+    """Of all arms, and of the second speed pass of some."""
+    second = timed_again * evaluate["speed_prompts"] * evaluate["speed_tokens"]
+    return arms * tokens_of_arm(evaluate, benchmark_rows) + second
 
 
 def _benchmark_rows(settings: Settings) -> dict[str, int]:
@@ -36,16 +37,21 @@ def tokens_done(manifest: Mapping[str, Any]) -> float:
     """The tokens that a finished evaluation's time grew with."""
     facts, evaluate = manifest["facts"], manifest["config"]["evaluate"]
     rows = {name: facts["tasks"][name]["arms"][NONE]["requests"] for name in evaluate["benchmarks"]}
-    return _tokens(len(facts["arms"]), evaluate, rows)
+    return _tokens(len(facts["arms"]), 3 if facts["champion"] else 2, evaluate, rows)
 
 
 def num_arms(settings: Settings, artifacts: Mapping[str, Artifact]) -> int:
     """Arms that a run measures, as far as the outputs before it say."""
     evaluate = settings.evaluate
     arms = len(evaluate.baselines) + evaluate.candidates
-    if "incumbent" in artifacts and (champion := artifacts["incumbent"].facts)["version"] is not None:
-        arms += 1 + evaluate.candidates * (champion["num_speculative_tokens"] != evaluate.num_speculative_tokens)
+    if _has_champion(artifacts):
+        k = artifacts["incumbent"].facts["num_speculative_tokens"]
+        arms += 1 + evaluate.candidates * (k != evaluate.num_speculative_tokens)
     return arms
+
+
+def _has_champion(artifacts: Mapping[str, Artifact]) -> bool:
+    return "incumbent" in artifacts and artifacts["incumbent"].facts["version"] is not None
 
 
 def plan_evaluation(settings: Settings, artifacts: Mapping[str, Artifact]) -> str:
@@ -57,12 +63,13 @@ def plan_evaluation(settings: Settings, artifacts: Mapping[str, Artifact]) -> st
 def forecast_evaluation(settings: Settings, known: Mapping[str, Artifact]) -> Forecast:
     """Answers, tokens and work of all arms, one after another."""
     arms, resources = num_arms(settings, known), settings.resources.evaluate
-    tokens = _tokens(arms, settings.evaluate.model_dump(), _benchmark_rows(settings))
+    again = 3 if _has_champion(known) else 2  # plain decoding, the candidate, the champion
+    tokens = _tokens(arms, again, settings.evaluate.model_dump(), _benchmark_rows(settings))
     return Forecast(
         rows=arms * settings.evaluate.num_prompts,
         tokens=tokens,
         operations=2.0 * target_parameters(target_facts(settings, known)) * tokens,
         share=MEASURING_SHARE,
         num_gpus=resources.num_gpus * resources.replicas,
-        start_s=(arms + 1) * ARM_START_S,
+        start_s=(arms + again) * ARM_START_S,
     )

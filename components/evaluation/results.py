@@ -74,7 +74,7 @@ class ArmResult:
     preemptions: int | None = None
     """Requests that were put back for want of that room, over the answers pass."""
     speeds_again: tuple[Speed, ...] = ()
-    """Of plain decoding, on the same prompts once more after the last arm; empty on other arms."""
+    """On the same prompts once more after the last arm; empty on arms that the gate does not compare."""
 
     @property
     def acceptance_length_within(self) -> float | None:
@@ -93,7 +93,7 @@ class ArmResult:
 
     @property
     def timed(self) -> tuple[Speed, ...]:
-        """The speed pass that counts. Of two the faster one: an arm that was measured while the machine was busy is a low bar."""
+        """The speed pass that counts. Of two the faster one, for what else a machine does only ever takes time from an arm."""
         return max(self.speeds, self.speeds_again, key=_median_tokens_per_s)
 
     @property

@@ -19,6 +19,7 @@ from components.evaluation.summary import (
     CANDIDATE,
     CHALLENGER,
     CHAMPION,
+    NONE,
     STEADY,
     HeadIdentity,
     choose,
@@ -102,11 +103,13 @@ def evaluation_stage(settings: Settings) -> Stage:
             for arm, is_served in arms:
                 if not job.is_measured(arm.name, only_held_out=not is_served):
                     processes.run(f"evaluation: arm {arm.name}", measure_task, job, arm, not is_served)
-            plain, _ = arms[0]
-            if not load_result(job.arm_file(plain.name)).speeds_again:
-                processes.run(f"evaluation: arm {plain.name}, timed again", time_again_task, job, plain)
             results = {arm.name: load_result(job.arm_file(arm.name)) for arm, _ in arms}
             candidate = choose(results, candidates, champion)
+            compared = [arm for arm, _ in arms if arm.name in (NONE, candidate.name, CHAMPION)]
+            for arm in reversed(compared):  # so that a machine that grows slower or faster favours none of them
+                if not results[arm.name].speeds_again:
+                    processes.run(f"evaluation: arm {arm.name}, timed again", time_again_task, job, arm)
+                    results[arm.name] = load_result(job.arm_file(arm.name))
             if not output.join(WALKED).exists():
                 ks = {arm.num_speculative_tokens for arm, _ in arms if arm.model == str(candidate.folder)}
                 processes.run("evaluation: walks", walk_task, job, str(candidate.folder), tuple(sorted(ks)))

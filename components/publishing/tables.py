@@ -50,7 +50,8 @@ def arms_table(evaluation: Mapping[str, Any]) -> Table:
         "AL = 1 + accepted draft tokens / rounds that had a proposal [95% interval over prompts]; tokens/step = output tokens after each answer's first / "
         "target steps; coverage = rounds with a proposal / target steps. An arm that seldom proposes has a high AL and few "
         "tokens a step: compare it by tokens/step. "
-        f"Plain decoding was timed again after the last arm, {estimate(evaluation['plain_again'])} times as fast; the faster of both is shown and counts.",
+        "What the gate compares was timed twice, the second time in reverse order after the last arm; the faster pass is shown and counts. "
+        f"Plain decoding was {estimate(evaluation['plain_again'])} times as fast the second time.",
     )
 
 
