@@ -14,6 +14,8 @@ DRAFT_ROOM = 32
 """Tokens kept free behind an answer: closer to the engine's limit than K, vLLM drafts zeros and counts them as refused."""
 HELD_OUT = "arms"
 """Folder of the greedy answers to the held-out prompts, one file an arm."""
+AGAIN = "again"
+"""Folder of the second speed pass, one file an arm that the gate compares."""
 
 
 @dataclass(frozen=True)

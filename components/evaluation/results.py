@@ -1,7 +1,7 @@
 """What is written of one measured arm, and the figures made of it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -110,7 +110,16 @@ def _median_tokens_per_s(speeds: Sequence[Speed]) -> float:
     return median(tokens_per_s(speeds).values()) if speeds else 0.0
 
 
+@dataclass(frozen=True)
+class TimedAgain:
+    """An arm's second speed pass."""
+
+    speeds: tuple[Speed, ...]
+    problems: tuple[str, ...] = ()
+
+
 _RESULT = TypeAdapter(ArmResult)
+_TIMED_AGAIN = TypeAdapter(TimedAgain)
 
 
 def save_result(result: ArmResult, location: Location) -> None:
@@ -119,6 +128,18 @@ def save_result(result: ArmResult, location: Location) -> None:
 
 def load_result(location: Location) -> ArmResult:
     return _RESULT.validate_json(location.read_bytes())
+
+
+def save_timed_again(again: TimedAgain, location: Location) -> None:
+    location.write_bytes(_TIMED_AGAIN.dump_json(again))
+
+
+def add_timed_again(result: ArmResult, location: Location) -> ArmResult:
+    """The arm with the second pass that is written there; as it is where there is none."""
+    if not location.exists():
+        return result
+    again = _TIMED_AGAIN.validate_json(location.read_bytes())
+    return replace(result, speeds_again=again.speeds, problems=(*result.problems, *again.problems))
 
 
 def find_problems(

@@ -11,10 +11,9 @@ from components.config import Settings
 from components.evaluation.arms import baseline_arms, check_baselines, head_arm
 from components.evaluation.benchmarks import benchmark_identity, num_turns, read_benchmark, save_rows
 from components.evaluation.forecasts import ARM_START_S, forecast_evaluation, plan_evaluation, tokens_done
-from components.evaluation.job import Job
+from components.evaluation.job import AGAIN, Job
 from components.evaluation.metrics import CHOSEN, metrics_of_evaluation
 from components.evaluation.prompts import PREFLIGHT_PROMPTS, PREFLIGHT_TOKENS
-from components.evaluation.results import load_result
 from components.evaluation.summary import (
     CANDIDATE,
     CHALLENGER,
@@ -24,6 +23,7 @@ from components.evaluation.summary import (
     HeadIdentity,
     choose,
     head_places,
+    load_arm,
     needed_arms,
     summarise,
     write_summary,
@@ -103,13 +103,13 @@ def evaluation_stage(settings: Settings) -> Stage:
             for arm, is_served in arms:
                 if not job.is_measured(arm.name, only_held_out=not is_served):
                     processes.run(f"evaluation: arm {arm.name}", measure_task, job, arm, not is_served)
-            results = {arm.name: load_result(job.arm_file(arm.name)) for arm, _ in arms}
+            results = {arm.name: load_arm(job.output, arm.name) for arm, _ in arms}
             candidate = choose(results, candidates, champion)
             compared = [arm for arm, _ in arms if arm.name in (NONE, candidate.name, CHAMPION)]
             for arm in reversed(compared):  # so that a machine that grows slower or faster favours none of them
-                if not results[arm.name].speeds_again:
+                if not job.arm_file(arm.name, AGAIN).exists():
                     processes.run(f"evaluation: arm {arm.name}, timed again", time_again_task, job, arm)
-                    results[arm.name] = load_result(job.arm_file(arm.name))
+                    results[arm.name] = load_arm(job.output, arm.name)
             if not output.join(WALKED).exists():
                 ks = {arm.num_speculative_tokens for arm, _ in arms if arm.model == str(candidate.folder)}
                 processes.run("evaluation: walks", walk_task, job, str(candidate.folder), tuple(sorted(ks)))

@@ -12,8 +12,9 @@ from components.evaluation.arms import Arm, head_arm
 from components.evaluation.by_task import task_facts, task_of
 from components.evaluation.estimates import interval_facts
 from components.evaluation.gate import Measured, UnderLoad, Verdict, decide
+from components.evaluation.job import AGAIN, HELD_OUT
 from components.evaluation.losslessness import TIE_GAPS, GreedyAnswer, Losslessness, compare_answers
-from components.evaluation.results import ArmResult, as_json, figures, load_result, tokens_per_s
+from components.evaluation.results import ArmResult, add_timed_again, as_json, figures, load_result, tokens_per_s
 from components.evaluation.statistics import (
     Bootstrap,
     compare_acceptance,
@@ -150,7 +151,7 @@ def compare_with_plain(results: Mapping[str, ArmResult]) -> dict[str, Losslessne
 def evaluation_verdict(evaluation: Artifact, policy: GateConfig, loads: Sequence[UnderLoad] = ()) -> Verdict:
     """The gate's verdict on a finished evaluation, and on the loads of the speed pass where it ran."""
     facts = evaluation.facts
-    results = {name: load_result(evaluation.join("arms", f"{name}.json")) for name in facts["arms"]}
+    results = {name: load_arm(evaluation.location, name) for name in facts["arms"]}
     lossless = compare_with_plain(results)
     head = facts["candidate"]
     at_champions_k = candidate_at(facts["champion"]["num_speculative_tokens"], head["arm"]) if facts["champion"] else ""
@@ -159,6 +160,12 @@ def evaluation_verdict(evaluation: Artifact, policy: GateConfig, loads: Sequence
     champion = _measured(CHAMPION, [results[CHAMPION]], facts["champion"], lossless) if facts["champion"] else None
     plain = _measured(NONE, [results[NONE]], {}, lossless)
     return decide(candidate, champion, plain, policy, head["chosen_among"], loads)
+
+
+def load_arm(output: Location, name: str) -> ArmResult:
+    """What an evaluation measured of an arm on the held-out prompts, both speed passes of those that have two."""
+    file = f"{name}.json"
+    return add_timed_again(load_result(output.join(HELD_OUT, file)), output.join(AGAIN, file))
 
 
 def write_summary(location: Location, facts: Mapping[str, Any], differences: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ A fresh process an arm: nothing of one arm's engine (memory, threads, counters) 
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from components.draft.checkpoint import load_head
 from components.evaluation.answer_sets import missing_sets
 from components.evaluation.arms import Arm
 from components.evaluation.benchmark_facts import score_benchmark
-from components.evaluation.job import HELD_OUT, Job
+from components.evaluation.job import AGAIN, HELD_OUT, Job
 from components.evaluation.measure import MeasureOptions, measure_arm, time_arm
 from components.evaluation.preflight import RecordedText, compare_drafts, record_texts
 from components.evaluation.processes import FreshProcesses, log_to_driver
@@ -30,7 +29,7 @@ from components.evaluation.prompts import (
     select_prompts,
 )
 from components.evaluation.recorder import RecordedDraft
-from components.evaluation.results import as_json, cut_short, load_result, save_result
+from components.evaluation.results import TimedAgain, as_json, cut_short, load_result, save_result, save_timed_again
 from components.evaluation.walked import RecordedAnswer, walk_bigram, walk_head
 from components.storage import Location
 from components.target.engine import engine_env, has_gpu
@@ -65,12 +64,11 @@ def measure_task(job: Job, arm: Arm, only_held_out: bool) -> None:
 
 
 def time_again_task(job: Job, arm: Arm) -> None:
-    """Repeat the speed pass of an arm that was measured, and keep its times beside the first ones."""
+    """Repeat the speed pass of an arm that was measured, and write `again/<arm>.json`."""
     log_to_driver()
     speeds = time_arm(arm, load_prompts(job.output.join(PROMPTS)), job.engine_kwargs(), _options(job))
-    before = load_result(job.arm_file(arm.name))
-    problems = (*before.problems, *cut_short(speeds, job.settings.evaluate.speed_tokens))
-    save_result(replace(before, speeds_again=speeds, problems=problems), job.arm_file(arm.name))
+    problems = cut_short(speeds, job.settings.evaluate.speed_tokens)
+    save_timed_again(TimedAgain(speeds, tuple(problems)), job.arm_file(arm.name, AGAIN))
 
 
 def _options(job: Job) -> MeasureOptions:

@@ -17,7 +17,7 @@ from components.draft.checkpoint import save_head
 from components.evaluation.metrics import metrics_of_evaluation
 from components.evaluation.results import load_result
 from components.evaluation.stages import evaluation_stage
-from components.evaluation.summary import evaluation_verdict
+from components.evaluation.summary import evaluation_verdict, load_arm
 from components.publishing.bundle import head_digest
 from components.publishing.regression import is_reproduced, regression_stage
 from components.section import ConfigError
@@ -156,11 +156,11 @@ def test_plain_decoding_gives_one_token_a_step_and_has_no_acceptance(evaluation:
 
 def test_what_the_gate_compares_is_timed_again_after_the_last_arm(evaluation: Artifact) -> None:
     for name in ("none", "candidate", "champion"):
-        arm = load_result(evaluation.join("arms", f"{name}.json"))
+        arm = load_arm(evaluation.location, name)
         assert [speed.key for speed in arm.speeds_again] == [speed.key for speed in arm.speeds]
         first, again = (median(speed.tokens_per_s for speed in speeds) for speeds in (arm.speeds, arm.speeds_again))
         assert evaluation.facts["arms"][name]["tokens_per_s_c1"] == max(first, again)
-    assert not load_result(evaluation.join("arms", "ngram.json")).speeds_again
+    assert not load_arm(evaluation.location, "ngram").speeds_again
     assert evaluation.facts["plain_again"]["estimate"] > 0
 
 

@@ -9,7 +9,18 @@ from components.evaluation.acceptance import Acceptance
 from components.evaluation.arms import Arm
 from components.evaluation.measure import Generation, make_answer
 from components.evaluation.prompts import EvaluationPrompt
-from components.evaluation.results import Answer, ArmResult, Speed, figures, find_problems, load_result, save_result
+from components.evaluation.results import (
+    Answer,
+    ArmResult,
+    Speed,
+    TimedAgain,
+    add_timed_again,
+    figures,
+    find_problems,
+    load_result,
+    save_result,
+    save_timed_again,
+)
 from components.storage import Location
 
 NGRAM = Arm("ngram", "ngram", 3)
@@ -101,6 +112,19 @@ def test_a_timed_answer_that_was_cut_short_is_no_slow_one() -> None:
     assert find_problems((GOOD,), None, speeds[:1], 64) == ()
 
 
+def test_of_two_speed_passes_the_faster_one_counts_and_both_must_be_whole(tmp_path) -> None:
+    first, place = (Speed("p", 64, 4.0, 0.5), Speed("q", 64, 2.0, 0.5)), Location(str(tmp_path / "again.json"))
+    measured = result(GOOD, speeds=first)
+    assert add_timed_again(measured, place) is measured
+
+    for seconds, counts in ((1.0, 64.0), (8.0, 24.0)):
+        save_timed_again(TimedAgain((Speed("p", 64, seconds, 0.5), Speed("q", 64, seconds, 0.5)), ("cut",)), place)
+        both = add_timed_again(measured, place)
+        assert both.speeds == first
+        assert figures(both)["tokens_per_s_c1"] == counts
+        assert figures(both)["problems"] == ["cut"]
+
+
 def result(*answers: Answer, arm: Arm = NGRAM, speeds: tuple[Speed, ...] = ()) -> ArmResult:
     return ArmResult(arm, {"vllm": "0.32.0"}, answers, speeds, engine_start_s=9.96, answers_s=1.0)
 
@@ -143,7 +167,6 @@ def test_what_was_not_measured_is_none_and_not_zero() -> None:
 def test_a_result_survives_its_file(tmp_path) -> None:
     place = Location(str(tmp_path / "arms" / "ngram.json"))
     before = result(replace(GOOD, rivals=({8: 0.25}, {})), speeds=(Speed("p", 64, 4.0, 0.5),))
-    before = replace(before, speeds_again=(Speed("p", 64, 3.0, 0.5),))
 
     save_result(before, place)
 

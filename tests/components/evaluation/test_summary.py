@@ -8,7 +8,7 @@ import pytest
 from components.config import GateConfig
 from components.evaluation.acceptance import RequestRecord
 from components.evaluation.arms import Arm, head_arm
-from components.evaluation.results import Answer, ArmResult, Speed, save_result
+from components.evaluation.results import Answer, ArmResult, Speed, TimedAgain, save_result, save_timed_again
 from components.evaluation.summary import (
     HeadIdentity,
     choose,
@@ -64,7 +64,9 @@ def evaluate(
 ) -> tuple[dict, Artifact, dict]:
     location = Location(str(folder))
     for name, arm_result in measured.items():
-        save_result(arm_result, location.join("arms", f"{name}.json"))
+        save_result(replace(arm_result, speeds_again=()), location.join("arms", f"{name}.json"))
+        if arm_result.speeds_again:
+            save_timed_again(TimedAgain(arm_result.speeds_again), location.join("again", f"{name}.json"))
     facts, differences = summarise(measured, WALKED, CANDIDATE, champion)
     return facts, Artifact("evaluation", location, "f", {"facts": facts, "digest": "d"}), differences
 
