@@ -21,6 +21,11 @@ def tokens_of_arm(evaluate: Mapping[str, Any], benchmark_rows: Mapping[str, int]
     return answers + evaluate["speed_prompts"] * evaluate["speed_tokens"] + asked
 
 
+def _num_timed_again(has_champion: bool) -> int:
+    """Arms that the gate compares: plain decoding, the candidate and the champion, where there is one."""
+    return 2 + has_champion
+
+
 def _tokens(arms: int, timed_again: int, evaluate: Mapping[str, Any], benchmark_rows: Mapping[str, int]) -> int:
     """Of all arms, and of the second speed pass of some."""
     second = timed_again * evaluate["speed_prompts"] * evaluate["speed_tokens"]
@@ -37,7 +42,7 @@ def tokens_done(manifest: Mapping[str, Any]) -> float:
     """The tokens that a finished evaluation's time grew with."""
     facts, evaluate = manifest["facts"], manifest["config"]["evaluate"]
     rows = {name: facts["tasks"][name]["arms"][NONE]["requests"] for name in evaluate["benchmarks"]}
-    return _tokens(len(facts["arms"]), 3 if facts["champion"] else 2, evaluate, rows)
+    return _tokens(len(facts["arms"]), _num_timed_again(facts["champion"] is not None), evaluate, rows)
 
 
 def num_arms(settings: Settings, artifacts: Mapping[str, Artifact]) -> int:
@@ -63,7 +68,7 @@ def plan_evaluation(settings: Settings, artifacts: Mapping[str, Artifact]) -> st
 def forecast_evaluation(settings: Settings, known: Mapping[str, Artifact]) -> Forecast:
     """Answers, tokens and work of all arms, one after another."""
     arms, resources = num_arms(settings, known), settings.resources.evaluate
-    again = 3 if _has_champion(known) else 2  # plain decoding, the candidate, the champion
+    again = _num_timed_again(_has_champion(known))
     tokens = _tokens(arms, again, settings.evaluate.model_dump(), _benchmark_rows(settings))
     return Forecast(
         rows=arms * settings.evaluate.num_prompts,
