@@ -402,12 +402,13 @@ def test_a_shadow_sees_a_copy_and_never_answers(tmp_path):
 def test_a_failing_shadow_is_no_failing_arm():
     with local_router({"a": Faulty(), "s": Faulty("crash")}, routing_to("a", "s:shadow")) as router:
         assert router.ask().status_code == 200
+        # Nobody waits for a copy: the arm must not change its ways before this one has ended.
+        wait_until(lambda: router.figure("aerie_shadow_errors_total", arm="s", code="arm_failed") == 1)
         router.arms["s"].always = "refuse"
         assert router.ask().status_code == 200
-        wait_until(lambda: router.figure("aerie_shadow_requests_total", arm="s") == 2)
+        wait_until(lambda: router.figure("aerie_shadow_errors_total", arm="s", code="400") == 1)
+        assert router.figure("aerie_shadow_requests_total", arm="s") == 2
         assert router.figure("aerie_errors_total") == router.figure("aerie_refused_total", arm="s") == 0
-        assert router.figure("aerie_shadow_errors_total", arm="s", code="arm_failed") == 1
-        assert router.figure("aerie_shadow_errors_total", arm="s", code="400") == 1
 
 
 def test_a_shadow_that_cannot_be_asked_does_not_hold_up_the_answer(monkeypatch):
