@@ -108,6 +108,7 @@ def chain_pass(
         attended = chain_attention(
             q, prefix.keys[index], prefix.values[index], k, v, rows.layout,
             prefix_grads=None if prefix_grads is None else prefix_grads[index],
+            equal_queries=index == 0,  # the mask row, turned by the position
         )  # fmt: skip
         residual, update = layer.finish(attended, residual)
         if index + 1 < len(head.layers):

@@ -24,6 +24,7 @@ def chain_attention(
     scale: float | None = None,
     prefix_grads: tuple[Tensor, Tensor] | None = None,
     deterministic: bool = False,
+    equal_queries: bool = False,
 ) -> Tensor:
     """Attention of chain rows over their document's prefix up to the anchor and over their own chain.
 
@@ -44,6 +45,9 @@ def chain_attention(
             k_prefix and v_prefix there and returns none for the two arguments, so that several calls
             accumulate without rounding to the inputs' dtype.
         deterministic: on a GPU, equal bits in every run: Triton alone, which adds in a fixed order.
+        equal_queries: rows of one document with the same anchor + depth have equal queries, as in a head's first layer, which
+            reads a constant in every chain row. A GPU then computes what they see in common once for all of them (places.py).
+            The gradient of the queries is right in sum over such rows only.
 
     Returns:
         [R, H, D] in the queries' dtype.
@@ -58,7 +62,7 @@ def chain_attention(
         return reference_attention(*tensors, layout, scale, prefix_grads)
     from kernels.chain_attention.fused import fused_attention  # Triton is only there where it is used
 
-    return fused_attention(*tensors, layout, scale, prefix_grads, deterministic)
+    return fused_attention(*tensors, layout, scale, prefix_grads, deterministic, equal_queries)
 
 
 def document_attention(

@@ -103,6 +103,15 @@ def chains_alone(case: Case) -> Forward:
     return lambda: [chain_attention(case.chain[0], k, v, *case.chain[1:], case.layout, prefix_grads=buffers)]
 
 
+def first_layer(case: Case) -> Forward:
+    """The chains alone where rows of one place (anchor + depth) have equal queries, as in a head's first layer."""
+    buffers = tuple(torch.zeros_like(x, dtype=torch.float32) for x in case.prefix[1:])
+    _, k, v = case.prefix
+    place_R = case.layout.anchor_R + case.depth_R
+    q = case.chain[0].detach()[place_R % case.layout.num_rows].requires_grad_()
+    return lambda: [chain_attention(q, k, v, *case.chain[1:], case.layout, prefix_grads=buffers, equal_queries=True)]
+
+
 def flat(case: Case) -> Forward:
     """FlexAttention over depth-0 rows followed by the chain rows by depth, with the predicate of design.md as its mask."""
     n = case.layout.num_prefix
@@ -148,12 +157,16 @@ def peak_gib(call: Callable[[], Any]) -> float:
 
 
 def measure(case: Case, peer: bool, repeats: int) -> list[dict[str, Any]]:
-    """Forward and forward+backward of the whole attention and of the chains alone; FlexAttention's beside the whole."""
+    """Forward and forward+backward of the whole attention and of the chains alone; FlexAttention's beside the whole.
+
+    Useful TFLOP/s of the first layer count what its rows see, as for the others: it computes much less.
+    """
     prefix_pairs, chain_pairs = case.pairs
     flops = 4 * case.heads[0] * case.heads[2]
     sides: dict[str, tuple[Forward, int]] = {
         "whole": (ours(case), prefix_pairs + chain_pairs),
         "chains": (chains_alone(case), chain_pairs),
+        "chains, first layer": (first_layer(case), chain_pairs),
     }
     if peer:
         sides["flex"] = (flat(case), prefix_pairs + chain_pairs)

@@ -12,6 +12,8 @@ from torch import Tensor
 from kernels.chain_attention import kernel
 from kernels.chain_attention.dense import Block, can_be_dense, dense_backward, dense_forward
 from kernels.chain_attention.layout import Edge, RowLayout
+from kernels.chain_attention.places import Places
+from kernels.chain_attention.shared_queries import can_share, shared_backward, shared_forward
 
 
 def fused_attention(
@@ -24,12 +26,17 @@ def fused_attention(
     scale: float,
     prefix_grads: tuple[Tensor, Tensor] | None = None,
     deterministic: bool = False,
+    equal_queries: bool = False,
 ) -> Tensor:
     """`chain_attention`, or `document_attention` when there are no chain rows among the keys."""
     dense = can_be_dense(q_RHD) and not deterministic
-    blocks, edge = (layout.blocks, layout.edge) if dense else ([], layout.whole_edge)
+    shared: Sequence[Block] | Places
+    if dense and equal_queries and can_share(q_RHD) and layout.places is not None:
+        shared, edge = layout.places, layout.places_edge
+    else:
+        shared, edge = (layout.blocks, layout.edge) if dense else ([], layout.whole_edge)
     tensors = [None if x is None else x.contiguous() for x in (q_RHD, k_NGD, v_NGD, k_chain_RGD, v_chain_RGD)]
-    return _FusedAttention.apply(*tensors, edge, blocks, scale, prefix_grads)
+    return _FusedAttention.apply(*tensors, edge, shared, scale, prefix_grads)
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -42,31 +49,39 @@ class _FusedAttention(torch.autograd.Function):
         k_chain_RGD: Tensor | None,
         v_chain_RGD: Tensor | None,
         edge: Edge | None,
-        blocks: Sequence[Block],
+        shared: Sequence[Block] | Places,
         scale: float,
         prefix_grads: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         chain = None if k_chain_RGD is None or v_chain_RGD is None else (k_chain_RGD, v_chain_RGD)
-        dense = dense_forward(q_RHD, k_NGD, v_NGD, blocks, scale) if blocks else None
+        dense: tuple[Tensor, Tensor] | None = None
+        lse_HY = None
+        if isinstance(shared, Places):
+            out_RHD, lse_HR, lse_HY = shared_forward(q_RHD, k_NGD, v_NGD, shared, scale)
+            dense = out_RHD, lse_HR
+        elif shared:
+            dense = dense_forward(q_RHD, k_NGD, v_NGD, shared, scale)
         if edge is not None:
             dense = kernel.forward(q_RHD, k_NGD, v_NGD, chain, edge, scale, dense)
         assert dense is not None
         out_RHD, lse_HR = dense
-        ctx.save_for_backward(q_RHD, k_NGD, v_NGD, *(chain or ()), out_RHD, lse_HR)
-        ctx.constants = (edge, blocks, scale, prefix_grads)
+        ctx.save_for_backward(q_RHD, k_NGD, v_NGD, lse_HY, *(chain or ()), out_RHD, lse_HR)
+        ctx.constants = (edge, shared, scale, prefix_grads)
         return out_RHD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_RHD, k_NGD, v_NGD, *chain, out_RHD, lse_HR = ctx.saved_tensors
-        edge, blocks, scale, prefix_grads = ctx.constants
+        q_RHD, k_NGD, v_NGD, lse_HY, *chain, out_RHD, lse_HR = ctx.saved_tensors
+        edge, shared, scale, prefix_grads = ctx.constants
         dout_RHD = grads[0].contiguous()
         sums = prefix_grads or tuple(torch.zeros_like(x, dtype=torch.float32) for x in (k_NGD, v_NGD))
         dq_RHD, chain_grads = None, (None, None)
-        if blocks:
-            dq_RHD = dense_backward(dout_RHD, q_RHD, k_NGD, v_NGD, out_RHD, lse_HR, blocks, scale, sums)
+        delta_HR = None if edge is None else kernel.row_sums(dout_RHD, out_RHD)
+        if isinstance(shared, Places):
+            dq_RHD = shared_backward(dout_RHD, q_RHD, k_NGD, v_NGD, lse_HR, delta_HR, lse_HY, shared, scale, sums)
+        elif shared:
+            dq_RHD = dense_backward(dout_RHD, q_RHD, k_NGD, v_NGD, out_RHD, lse_HR, shared, scale, sums)
         if edge is not None:
-            delta_HR = kernel.row_sums(dout_RHD, out_RHD)
             saved = kernel.Saved(q_RHD, k_NGD, v_NGD, tuple(chain) or None, edge, scale, lse_HR, dout_RHD, delta_HR)
             dq_RHD = kernel.query_grad(saved, dq_RHD)
             kernel.add_prefix_grads(saved, sums)

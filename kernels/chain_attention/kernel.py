@@ -402,7 +402,7 @@ def row_sums(dout_RHD: Tensor, out_RHD: Tensor) -> Tensor:
     delta_HR = torch.empty(num_heads, num_rows, dtype=torch.float32, device=out_RHD.device)
     if num_rows:
         _delta_kernel[(triton.cdiv(num_rows, 64), num_heads)](
-            dout_RHD, out_RHD, delta_HR, num_rows, H=num_heads, D=head_dim, DP=_padded(head_dim), BM=64
+            dout_RHD, out_RHD, delta_HR, num_rows, H=num_heads, D=head_dim, DP=padded_head_dim(head_dim), BM=64
         )
     return delta_HR
 
@@ -474,15 +474,15 @@ def chain_grads(saved: Saved, tile: Tile | None = None) -> tuple[Tensor, Tensor]
 
 
 def key_tile_bounds(edge: Edge, num_keys: int, tile_keys: int) -> Tensor:
-    """[tiles, 4] int32: rows [0, 3) see some key of the tile, rows [1, 2) see every one. Both arrays of the edge ascend."""
+    """[tiles, 4] int32: rows [0, 3) hold all that see a key of the tile, and rows [1, 2) see every one of them."""
     first_key = torch.arange(0, num_keys, tile_keys, device=edge.anchor_R.device, dtype=edge.anchor_R.dtype)
     last_key = (first_key + (tile_keys - 1)).clamp_(max=num_keys - 1)
-    anchor, start = edge.anchor_R, edge.start_R
+    anchor = edge.anchor_R
     bounds = [
         torch.searchsorted(anchor, first_key, out_int32=True),
         torch.searchsorted(anchor, last_key, out_int32=True),
-        torch.searchsorted(start, first_key, right=True, out_int32=True),
-        torch.searchsorted(start, last_key, right=True, out_int32=True),
+        torch.searchsorted(edge.ceiling_R, first_key, right=True, out_int32=True),
+        torch.searchsorted(edge.floor_R, last_key, right=True, out_int32=True),
     ]
     return torch.stack(bounds, dim=1)
 
@@ -491,12 +491,12 @@ def _first(edge: Edge) -> Tensor:
     return edge.anchor_R if edge.first_R is None else edge.first_R
 
 
-def _padded(head_dim: int) -> int:
+def padded_head_dim(head_dim: int) -> int:
     return max(64, triton.next_power_of_2(head_dim))
 
 
 def _tiles(q_RHD: Tensor) -> Tiles:
-    return (WIDE_TILES if q_RHD.element_size() > 2 else TILES)[_padded(q_RHD.shape[2])]
+    return (WIDE_TILES if q_RHD.element_size() > 2 else TILES)[padded_head_dim(q_RHD.shape[2])]
 
 
 def _shape(q_RHD: Tensor, k_NGD: Tensor) -> dict[str, Any]:
@@ -507,7 +507,7 @@ def _shape(q_RHD: Tensor, k_NGD: Tensor) -> dict[str, Any]:
         "H": q_RHD.shape[1],
         "G": k_NGD.shape[1],
         "D": head_dim,
-        "DP": _padded(head_dim),
+        "DP": padded_head_dim(head_dim),
         "PRECISION": precision,
     }
 

@@ -6,12 +6,13 @@ Legend: R chain rows, N prefix rows, H query heads, G key heads, D head dimensio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from kernels.chain_attention.dense import Block, causal_blocks, cut_blocks
+from kernels.chain_attention.places import Places, cut_places
 
 
 class Edge(NamedTuple):
@@ -19,9 +20,16 @@ class Edge(NamedTuple):
 
     anchor_R: Tensor
     start_R: Tensor
-    """First prefix row of the kernel's share, after the anchor where it has none; ascending."""
+    """First prefix row of the kernel's share, after the anchor where it has none."""
+    floor_R: Tensor
+    """Ascending and nowhere above `start_R`; with `ceiling_R`, what the rows of a key are searched with."""
+    ceiling_R: Tensor
+    """Ascending and nowhere below `start_R`."""
     first_R: Tensor | None
     max_chain: int
+
+
+Integers = TypeVar("Integers", Edge, Places)
 
 
 @dataclass(frozen=True)
@@ -88,13 +96,32 @@ class RowLayout:
     @cached_property
     def whole_edge(self) -> Edge:
         """Every key."""
-        return self._edge([])
+        return self._edge(self.doc_start_R)
 
     @cached_property
     def edge(self) -> Edge | None:
         """What `blocks` leave: of a block's rows, the keys after the block's. None when nothing is left."""
         covered = sum(block.rows.stop - block.rows.start for block in self.blocks if block.causal)
-        return None if self.num_rows and covered == self.num_rows else self._edge(self.blocks)
+        if self.num_rows and covered == self.num_rows:
+            return None
+        start_R = self.doc_start_R.clone()
+        for block in self.blocks:
+            start_R[block.rows] = self.anchor_R[block.rows] + 1 if block.causal else block.keys.stop
+        return self._edge(start_R)
+
+    @cached_property
+    def places(self) -> Places | None:
+        """The places of chain rows whose queries are equal there; None where they would not pay."""
+        if self.first_R is None:
+            return None
+        rows = (self.anchor_R.cpu(), self.first_R.cpu(), self.doc_start_R.cpu())
+        places = cut_places(*rows, self.max_chain)
+        return places and _sent(places, self.anchor_R.device)
+
+    @cached_property
+    def places_edge(self) -> Edge | None:
+        """What `places` leave: the keys that are a row's own."""
+        return self.places and self._edge(self.places.start_R)
 
     def to(self, device: torch.device) -> "RowLayout":
         """The same layout on another device, cut where it was: a GPU then waits for nothing."""
@@ -104,27 +131,29 @@ class RowLayout:
         moved = replace(
             self, anchor_R=send(self.anchor_R, device), first_R=first_R, doc_start_R=send(self.doc_start_R, device)
         )
-        edge = self.edge
-        moved.__dict__["blocks"] = self.blocks  # what the two cached properties would find
-        moved.__dict__["edge"] = edge and edge._replace(
-            anchor_R=send(edge.anchor_R, device),
-            start_R=send(edge.start_R, device),
-            first_R=None if edge.first_R is None else send(edge.first_R, device),
-        )
+        moved.__dict__["blocks"] = self.blocks  # what the cached properties would find
+        for name in ("edge", "places", "places_edge"):
+            found = getattr(self, name)
+            moved.__dict__[name] = found and _sent(found, device)
         return moved
 
-    def _edge(self, blocks: Sequence[Block]) -> Edge:
-        start_R = self.doc_start_R.to(torch.int32, copy=True)
-        for block in blocks:
-            start_R[block.rows] = self.anchor_R[block.rows] + 1 if block.causal else block.keys.stop
+    def _edge(self, start_R: Tensor) -> Edge:
+        start_R = start_R.to(torch.int32)
         first_R = None if self.first_R is None else self.first_R.to(torch.int32)
-        return Edge(self.anchor_R.to(torch.int32), start_R, first_R, self.max_chain)
+        ceiling_R, floor_R = start_R, start_R
+        if self.num_rows:
+            ceiling_R, floor_R = start_R.cummax(0).values, start_R.flip(0).cummin(0).values.flip(0)
+        return Edge(self.anchor_R.to(torch.int32), start_R, floor_R, ceiling_R, first_R, self.max_chain)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on `device` that the host does not wait for."""
     pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
     return pinned.to(device, non_blocking=True)
+
+
+def _sent(integers: Integers, device: torch.device) -> Integers:
+    return integers._replace(**{k: send(x, device) for k, x in integers._asdict().items() if isinstance(x, Tensor)})
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,26 @@ def test_output_and_gradients(dtype: torch.dtype, dim: int, heads: tuple[int, in
     assert worst(ours, exact) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("begin", [0, 1100])
+def test_equal_queries(begin: int, dim: int, heads: tuple[int, int]) -> None:
+    """Of whole documents, and of a part that begins within one."""
+    long, *others = PACKED
+    layout = make_layout([[0] * begin + long[begin:], *others])
+    assert layout.places is not None
+    assert {block.causal for block in layout.places.blocks} == ({True} if begin == 0 else {False, True})
+    depth_R = torch.arange(layout.num_rows, device="cuda") - layout.first_R + 1
+    place = torch.stack([layout.doc_start_R, layout.anchor_R + depth_R], 1).unique(dim=0, return_inverse=True)[1]
+    q, *others = make_tensors(layout, heads, dim, torch.bfloat16)
+    tensors = [q[place], *others]
+    ours = run(chain_attention, tensors, layout, equal_queries=True)
+    exact = run(reference_attention, [x.double() for x in tensors], layout, dim**-0.5)
+    for found in (ours, exact):
+        found[1] = torch.zeros_like(found[1], dtype=torch.float64).index_add_(0, place, found[1].double())
+    assert worst(ours, exact) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_documents(dtype: torch.dtype, deterministic: bool) -> None:

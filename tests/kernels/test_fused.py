@@ -6,11 +6,13 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.chain_attention import dense, fused, layout
+from kernels.chain_attention import dense, fused, layout, places
 from kernels.chain_attention.fused import fused_attention
 from kernels.chain_attention.layout import RowLayout
+from kernels.chain_attention.places import cut_places
 from kernels.chain_attention.reference import reference_document_attention
 from tests.kernels.test_chain_attention import Rows, chain_rows, error, inputs, rows_of, run
 from tests.kernels.test_chain_attention import dense as exact_attention
@@ -165,3 +167,74 @@ def test_a_block_never_holds_a_key_that_one_of_its_rows_does_not_see() -> None:
     for block in blocks:
         start[block.rows] = block.keys.stop
     assert (start.diff() >= 0).all()  # the kernel finds the rows of a key by bisection
+
+
+def ask_the_same(rows: Rows, tensors: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The tensors with equal queries at each place of a document, and the place of each row."""
+    anchor, first, doc_start = rows.tensors()
+    at = anchor + torch.arange(len(anchor)) - first + 1
+    place = torch.stack([doc_start, at], 1).unique(dim=0, return_inverse=True)[1]
+    return [tensors[0][place], *tensors[1:]], place
+
+
+def take_places(monkeypatch: pytest.MonkeyPatch, multiple: int = 4, min_keys: int = 3) -> None:
+    """Places for small documents too, with plain PyTorch in cuDNN's place."""
+    monkeypatch.setattr(fused, "can_be_dense", lambda q: True)
+    monkeypatch.setattr(fused, "can_share", lambda q: True)
+    monkeypatch.setattr(layout, "cut_places", partial(cut_places, multiple=multiple, min_keys=min_keys))
+    monkeypatch.setattr(dense, "CAUSAL_ROWS", multiple)
+    monkeypatch.setattr(dense, "block_forward", plain_forward)
+    monkeypatch.setattr(dense, "block_backward", plain_backward)
+
+
+def check_places(rows: Rows, tensors: list[Tensor]) -> None:
+    """Output and gradients, those of the queries summed over each place."""
+    tensors, place = ask_the_same(rows, tensors)
+    out, grads = run(attend, tensors, layout=rows.layout(), equal_queries=True)
+    exact, exact_grads = run(exact_attention, [tensor.double() for tensor in tensors], rows)
+    for found in (grads, exact_grads):
+        found[0] = torch.zeros_like(found[0]).index_add_(0, place, found[0])
+    for ours, theirs in zip([out, *grads], [exact, *exact_grads], strict=True):
+        assert error(ours, theirs) < FP32_TOLERANCE
+
+
+def test_what_equal_queries_see_together_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two documents with places, one that is too short for them, places that no row has, and parts of a document."""
+    take_places(monkeypatch)
+    rows = rows_of([[3, 3, 2, 0, 3] * 5, [2], [0] * 9 + [3, 3, 1, 0, 0, 0, 0, 3, 3, 3] * 3], 3)
+    found = rows.layout().places
+    assert [block.causal for block in found.blocks] == [True, False, True]
+    assert len(found.asked_A) < len(found.row_Y)
+    assert (found.place_R < 0).any()
+    check_places(rows, inputs(rows, 4, 2, 16, torch.float32))
+
+
+@settings(max_examples=25, deadline=None)
+@given(chain_rows(), st.sampled_from([1, 2, 8]), st.integers(1, 6))
+def test_any_places(rows: Rows, multiple: int, min_keys: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        take_places(monkeypatch, multiple, min_keys)
+        monkeypatch.setattr(places, "WORTH", 100.0)
+        check_places(rows, inputs(rows, 4, 2, 16, torch.float32))
+
+
+def test_places_without_a_gradient_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_places(monkeypatch)
+    rows = rows_of([[3] * 30], 3)
+    tensors, _ = ask_the_same(rows, inputs(rows, 2, 1, 16, torch.float32))
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    attend(*leaves, layout=rows.layout(), equal_queries=True)[:20].sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in leaves)
+    assert (leaves[3].grad[20:] == 0).all()
+
+
+def test_few_rows_a_place_are_not_worth_it() -> None:
+    sparse = rows_of([[0] * 600 + [1, 0] * 300], 2)
+    assert sparse.layout().places is None
+    full = rows_of([[2] * 1200], 2).layout()
+    found = full.places
+    assert found.member_YM.shape == (1280, 2)
+    assert [block.causal for block in found.blocks] == [True]
+    assert (full.places_edge.start_R >= 0).all()
+    assert (full.places_edge.floor_R <= full.places_edge.start_R).all()
+    assert (full.places_edge.ceiling_R >= full.places_edge.start_R).all()
