@@ -9,7 +9,6 @@ Legend: A supervised anchors, R chain rows, E elements of a part (its anchors' d
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -61,23 +60,31 @@ class Parts:
     parts: Sequence[Part]
 
     @classmethod
-    def of(cls, chains: Chains, batch: PackedBatch, rows_per_part: int, chunk_rows: int) -> "Parts":
+    def of(
+        cls, chains: Chains, batch: PackedBatch, rows_per_part: int, chunk_rows: int, head_start: int = 0
+    ) -> "Parts":
         """Worked out where the chains are.
 
         Raises:
             ValueError: one anchor has more elements than `rows_per_part`.
         """
-        cuts = cut_parts(chains, rows_per_part)
+        cuts = cut_parts(chains, rows_per_part, head_start)
         return cls(chains.anchor_A, [Part.of(chains, batch, cut, chunk_rows) for cut in cuts])
 
     def to(self, device: torch.device) -> "Parts":
         return Parts(send(self.anchor_A, device), [part.to(device) for part in self.parts])
 
 
-def cut_parts(chains: Chains, rows_per_part: int) -> list[slice]:
+def cut_parts(chains: Chains, rows_per_part: int, head_start: int = 0) -> list[slice]:
     """Cuts the anchors into consecutive parts of at most `rows_per_part` elements (depth 0 and chain rows).
 
     They are as few as can be, and with that number the largest is as small as can be: the largest part is what memory must hold.
+
+    Args:
+        chains: the supervised anchors.
+        rows_per_part: most elements of a part.
+        head_start: chain rows that the first part may have beyond the others, and is counted without: while it is computed
+            memory does not hold the gradients yet.
 
     Raises:
         ValueError: one anchor alone has more elements than a part may have.
@@ -88,18 +95,20 @@ def cut_parts(chains: Chains, rows_per_part: int) -> list[slice]:
     longest, ends = int(sizes_A.max()), sizes_A.cumsum(0).tolist()
     if longest > rows_per_part:
         raise ValueError(f"rows_per_part: {rows_per_part} is less than one anchor's {longest} elements")
-    num_parts = len(_fill_parts(ends, rows_per_part))
-    sizes = range(max(longest, ceil(ends[-1] / num_parts)), rows_per_part)  # the smallest one that does is searched for
-    best = bisect_left(sizes, True, key=lambda size: len(_fill_parts(ends, size)) == num_parts)
-    return _fill_parts(ends, sizes.start + best)
+    # Depth-0 elements hold next to nothing in a part: their rows were the prefix pass.
+    beyond = head_start * ends[-1] // max(1, ends[-1] - len(ends))
+    num_parts = len(_fill_parts(ends, rows_per_part, beyond))
+    sizes = range(longest, rows_per_part)  # the smallest one that does is searched for
+    best = bisect_left(sizes, True, key=lambda size: len(_fill_parts(ends, size, beyond)) == num_parts)
+    return _fill_parts(ends, sizes.start + best, beyond)
 
 
-def _fill_parts(ends: Sequence[int], size: int) -> list[slice]:
+def _fill_parts(ends: Sequence[int], size: int, beyond: int) -> list[slice]:
     """Parts that take as many anchors as they may; `ends` counts the elements up to and with each anchor."""
-    parts = []
+    parts: list[slice] = []
     begin = filled = 0
     while begin < len(ends):
-        end = bisect_right(ends, filled + size, begin)
+        end = bisect_right(ends, filled + size + (0 if parts else beyond), begin)
         parts.append(slice(begin, end))
         begin, filled = end, ends[end - 1]
     return parts

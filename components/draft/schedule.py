@@ -40,6 +40,9 @@ class StepOptions:
     recompute_prefix: bool = False
     """Activation checkpointing of the prefix pass."""
 
+    head_start: int = 0
+    """Chain rows that the first part may have beyond the others: it comes before the gradients exist."""
+
 
 @dataclass
 class StepSums:
@@ -98,7 +101,7 @@ def prepare_parts(head: DraftHead, batch: PackedBatch, chains: Chains, options: 
         ValueError: one anchor has more elements than `rows_per_part`.
     """
     chunk_rows = rows_per_chunk(head.config.draft_vocab_size, batch.device)
-    return Parts.of(chains, batch, options.rows_per_part, chunk_rows).to(batch.device)
+    return Parts.of(chains, batch, options.rows_per_part, chunk_rows, options.head_start).to(batch.device)
 
 
 def accumulate_gradients(

@@ -30,6 +30,8 @@ PREFIX_SHARE = 0.35
 class StepPlan:
     rows_per_part: int
     recompute_prefix: bool
+    head_start: int
+    """Chain rows that the first part may have beyond the others."""
 
 
 def plan_step(
@@ -40,6 +42,7 @@ def plan_step(
     factor_bytes: int = 2,
     rows_per_part: int | Literal["auto"] = "auto",
     recompute_prefix: bool | Literal["auto"] = "auto",
+    part_gradient_bytes: int = 0,
 ) -> StepPlan:
     """The part size and the checkpointing of one step.
 
@@ -50,6 +53,7 @@ def plan_step(
         factor_bytes: bytes of a number in matrix products: 2 under bf16 autocast, else 4.
         rows_per_part: a number that the user set, or auto.
         recompute_prefix: what the user set, or auto.
+        part_gradient_bytes: gradients that the first part makes, and later ones find there.
 
     Raises:
         ValueError: not even one chain fits.
@@ -60,7 +64,7 @@ def plan_step(
     if recompute == "auto":
         recompute = num_rows * prefix_bytes(head, factor_bytes, recompute=False) > PREFIX_SHARE * usable
     if rows_per_part != "auto":
-        return StepPlan(rows_per_part, recompute)
+        return StepPlan(rows_per_part, recompute, 0)
     prefix = prefix_bytes(head, factor_bytes, recompute)
     # The parts, and then the prefix pass's own backward, take turns in what it leaves.
     backward = transient_bytes(head, factor_bytes) + (layer_bytes(head, factor_bytes) if recompute else 0)
@@ -70,7 +74,10 @@ def plan_step(
             f"train.rows_per_part: a batch of {num_rows} rows does not fit into {free_bytes / 2**30:.0f} GiB with its chains; "
             "lower train.documents_per_step or target.max_model_len, or use more GPUs"
         )
-    return StepPlan(min(rows, MOST_ROWS_PER_PART), recompute)
+    most = min(rows, MOST_ROWS_PER_PART)
+    # Even if the gradients were there (half, since a part may have another depth-0 element for each of them).
+    head_start = min(part_gradient_bytes // (head.num_layers * layer_bytes(head, factor_bytes)), (rows - most) // 2)
+    return StepPlan(most, recompute, head_start)
 
 
 def layer_bytes(head: HeadConfig, factor_bytes: int) -> int:
@@ -114,6 +121,12 @@ def missing_bytes(head: DraftHead, optimizers: Optimizers) -> int:
     missing += sum(2 * local(p).numel() * p.element_size() for p in kept if p not in there)
     missing += sum(p.numel() * p.element_size() for p in head.parameters() if isinstance(p, DTensor))
     return missing
+
+
+def part_gradient_bytes(head: DraftHead) -> int:
+    """Gradients that a step's first part makes; 0 under FSDP, which reduces them at the end of the step."""
+    makes = [*head.layers.parameters(), *head.norm.parameters(), *head.lm_head.parameters()]
+    return sum(p.numel() * p.element_size() for p in makes if p.requires_grad and not isinstance(p, DTensor))
 
 
 def local(parameter: Tensor) -> Tensor:

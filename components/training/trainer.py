@@ -18,7 +18,7 @@ from components.draft.losses import Teacher
 from components.draft.parts import Parts
 from components.draft.products import forget_rounded_weights
 from components.draft.schedule import StepOptions, StepSums, accumulate_gradients, prepare_parts
-from components.training.memory import CPU_ROWS_PER_PART, free_bytes, plan_step
+from components.training.memory import CPU_ROWS_PER_PART, free_bytes, part_gradient_bytes, plan_step
 from components.training.optimizer import learning_rate, make_optimizer, set_learning_rate, sparse_parameters
 from components.training.order import Entry, epoch_order, rank_share, steps_per_epoch
 from components.training.reduce import reduce_gradients, reduce_sums, scale_gradients
@@ -140,8 +140,14 @@ class Trainer:
             self.head.config, len(batch.position_N), self._free_bytes - batch.num_bytes,
             factor_bytes=2 if self.options.autocast else 4,
             rows_per_part=self.config.rows_per_part, recompute_prefix=self.config.activation_checkpointing,
+            part_gradient_bytes=part_gradient_bytes(self.head),
         )  # fmt: skip
-        return replace(self.options, rows_per_part=plan.rows_per_part, recompute_prefix=plan.recompute_prefix)
+        return replace(
+            self.options,
+            rows_per_part=plan.rows_per_part,
+            recompute_prefix=plan.recompute_prefix,
+            head_start=plan.head_start,
+        )
 
     def _next_documents(self, step: int, number: int) -> list[Document | None]:
         """The next `number` of all documents that this rank needs from `step` to the end: a source may look ahead."""

@@ -1,5 +1,6 @@
 """What is supervised, how chains are drawn and how they are cut."""
 
+from collections.abc import Iterable
 from itertools import combinations, pairwise
 
 import pytest
@@ -102,18 +103,25 @@ def test_parts_cover_every_anchor_once_and_respect_the_size(lengths: list[int], 
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(5, 20))
-def test_parts_are_few_and_the_largest_is_small(lengths: list[int], rows_per_part: int) -> None:
-    """Against every way to cut the anchors."""
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(5, 20), st.integers(0, 6))
+def test_parts_are_few_and_the_largest_is_small(lengths: list[int], rows_per_part: int, head_start: int) -> None:
+    """Against every way to cut the anchors; the first part is counted without its head start."""
     chains = Chains(torch.arange(len(lengths)), torch.tensor(lengths))
+    beyond = head_start * (sum(lengths) + len(lengths)) // max(1, sum(lengths))
+
+    def largest(parts: Iterable[tuple[int, int]]) -> int:
+        sizes = [sum(lengths[begin:end]) + end - begin for begin, end in parts]
+        return max(sizes[0] - beyond, *sizes[1:], max(lengths) + 1)
+
     ways = []
     for num_cuts in range(len(lengths)):
         for cuts in combinations(range(1, len(lengths)), num_cuts):
             parts = pairwise([0, *cuts, len(lengths)])
-            ways.append((num_cuts + 1, max(sum(lengths[begin:end]) + end - begin for begin, end in parts)))
-    found = cut_parts(chains, rows_per_part)
-    largest = max(sum(lengths[part]) + len(lengths[part]) for part in found)
-    assert (len(found), largest) == min(way for way in ways if way[1] <= rows_per_part)
+            ways.append((num_cuts + 1, largest(parts)))
+    found = cut_parts(chains, rows_per_part, head_start)
+    assert (len(found), largest((part.start, part.stop) for part in found)) == min(
+        way for way in ways if way[1] <= rows_per_part
+    )
 
 
 @pytest.mark.parametrize("changes", [{"num_depths": 0}, {"keep_ratio": 1.5}, {"keep_floor": -0.1}])

@@ -25,6 +25,16 @@ def test_parts_grow_with_the_memory_up_to_the_size_that_gains_nothing() -> None:
     assert sizes[0] < sizes[1] < sizes[-1] == MOST_ROWS_PER_PART
 
 
+def test_the_first_part_may_have_what_the_gradients_will_take() -> None:
+    gradients = 3 * GIB
+    ample = plan_step(LARGE, 8192, 100 * GIB, part_gradient_bytes=gradients)
+    assert ample.head_start == gradients // (4 * layer_bytes(LARGE, 2)) > 5000
+    scarce = plan_step(LARGE, 8192, 10 * GIB, part_gradient_bytes=gradients)
+    assert scarce.rows_per_part < MOST_ROWS_PER_PART
+    assert scarce.head_start == plan_step(LARGE, 8192, 100 * GIB).head_start == 0
+    assert plan_step(LARGE, 8192, 100 * GIB, rows_per_part=9, part_gradient_bytes=gradients).head_start == 0
+
+
 def test_a_long_prefix_is_recomputed_and_a_short_one_is_kept() -> None:
     assert not plan_step(LARGE, 8192, 100 * GIB).recompute_prefix
     assert plan_step(LARGE, 131_072, 100 * GIB).recompute_prefix
