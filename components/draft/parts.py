@@ -76,15 +76,15 @@ class Parts:
 
 
 def cut_parts(chains: Chains, rows_per_part: int, head_start: int = 0) -> list[slice]:
-    """Cuts the anchors into consecutive parts of at most `rows_per_part` elements (depth 0 and chain rows).
+    """Cuts the anchors into consecutive parts of at most `rows_per_part` elements (depth 0 and chain rows; see `head_start`).
 
     They are as few as can be, and with that number the largest is as small as can be: the largest part is what memory must hold.
 
     Args:
         chains: the supervised anchors.
         rows_per_part: most elements of a part.
-        head_start: chain rows that the first part may have beyond the others, and is counted without: while it is computed
-            memory does not hold the gradients yet.
+        head_start: chain rows, with their share of depth-0 elements but at most as many of those, that the first part may
+            have beyond the others: while it is computed memory does not hold the gradients yet.
 
     Raises:
         ValueError: one anchor alone has more elements than a part may have.
@@ -95,8 +95,8 @@ def cut_parts(chains: Chains, rows_per_part: int, head_start: int = 0) -> list[s
     longest, ends = int(sizes_A.max()), sizes_A.cumsum(0).tolist()
     if longest > rows_per_part:
         raise ValueError(f"rows_per_part: {rows_per_part} is less than one anchor's {longest} elements")
-    # Depth-0 elements hold next to nothing in a part: their rows were the prefix pass.
-    beyond = head_start * ends[-1] // max(1, ends[-1] - len(ends))
+    # Depth-0 elements hold next to nothing in a part: their rows were the prefix pass. Where nearly all are, two for each chain row do.
+    beyond = min(head_start * ends[-1] // max(1, ends[-1] - len(ends)), 2 * head_start)
     num_parts = len(_fill_parts(ends, rows_per_part, beyond))
     sizes = range(longest, rows_per_part)  # the smallest one that does is searched for
     best = bisect_left(sizes, True, key=lambda size: len(_fill_parts(ends, size, beyond)) == num_parts)

@@ -31,7 +31,7 @@ class StepOptions:
     """K_train; the counts have one entry a depth."""
 
     rows_per_part: int
-    """Most elements whose graph exists at once, besides the prefix pass."""
+    """Most elements whose graph exists at once, besides the prefix pass and the first part's `head_start`."""
 
     loss: LossKind = "kl"
     autocast: torch.dtype | None = None

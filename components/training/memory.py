@@ -124,9 +124,16 @@ def missing_bytes(head: DraftHead, optimizers: Optimizers) -> int:
 
 
 def part_gradient_bytes(head: DraftHead) -> int:
-    """Gradients that a step's first part makes; 0 under FSDP, which reduces them at the end of the step."""
+    """Gradients that a step's first part makes and the others find there; 0 under FSDP, whose buffers were not measured."""
+    first = head.layers[0]  # a constant up to its attention: those gradients come with the prefix pass's backward
+    constant = [first.input_layernorm, first.hidden_norm, *(getattr(first.self_attn, f"{x}_proj") for x in "qkv")]
+    late = {id(p) for module in constant for p in module.parameters()}
     makes = [*head.layers.parameters(), *head.norm.parameters(), *head.lm_head.parameters()]
-    return sum(p.numel() * p.element_size() for p in makes if p.requires_grad and not isinstance(p, DTensor))
+    return sum(
+        p.numel() * p.element_size()
+        for p in makes
+        if p.requires_grad and id(p) not in late and not isinstance(p, DTensor)
+    )
 
 
 def local(parameter: Tensor) -> Tensor:

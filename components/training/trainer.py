@@ -58,6 +58,7 @@ class Trainer:
         self._orders: dict[int, list[Entry]] = {}
         self._upcoming: tuple[int, Iterator[Document | None]] | None = None
         self._free_bytes = 0
+        self._part_gradient_bytes = part_gradient_bytes(self.head)
         self._batches: Callable[[int], Prepared] = self._prepare
         if self._on_gpu:
             self._copies = torch.cuda.Stream(self.device)
@@ -140,7 +141,7 @@ class Trainer:
             self.head.config, len(batch.position_N), self._free_bytes - batch.num_bytes,
             factor_bytes=2 if self.options.autocast else 4,
             rows_per_part=self.config.rows_per_part, recompute_prefix=self.config.activation_checkpointing,
-            part_gradient_bytes=part_gradient_bytes(self.head),
+            part_gradient_bytes=self._part_gradient_bytes,
         )  # fmt: skip
         return replace(
             self.options,

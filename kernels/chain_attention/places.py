@@ -56,7 +56,8 @@ def cut_places(
 
     Args:
         anchor_R, first_R, doc_start_R, max_chain: as for `RowLayout.of_chains`.
-        multiple: places of a run, and keys of its rectangle, are a multiple of this: cuDNN plans every new shape anew.
+        multiple: places of a run, and keys of its rectangle, are a multiple of this: cuDNN plans every new shape anew. A
+            causal block's keys are padded to a multiple of `CAUSAL_ROWS`, which must come to the same number.
         min_keys: a document whose last place shares fewer keys has no run.
     """
     num_rows = anchor_R.shape[0]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.chain_attention import dense, fused, layout, places
+from kernels.chain_attention import dense, fused, kernel, layout, places
 from kernels.chain_attention.fused import fused_attention
 from kernels.chain_attention.layout import RowLayout
 from kernels.chain_attention.places import cut_places
@@ -209,13 +209,33 @@ def test_what_equal_queries_see_together_is_computed_once(monkeypatch: pytest.Mo
     check_places(rows, inputs(rows, 4, 2, 16, torch.float32))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(chain_rows(), st.sampled_from([1, 2, 8]), st.integers(1, 6))
 def test_any_places(rows: Rows, multiple: int, min_keys: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         take_places(monkeypatch, multiple, min_keys)
         monkeypatch.setattr(places, "WORTH", 100.0)
         check_places(rows, inputs(rows, 4, 2, 16, torch.float32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(chain_rows(), st.integers(1, 8))
+def test_the_rows_of_a_tile_of_keys(rows: Rows, tile: int) -> None:
+    """Of places, whose starts do not ascend: all that see a key of the tile, and none that sees not all where it says so."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        take_places(monkeypatch, multiple=1, min_keys=1)
+        monkeypatch.setattr(places, "WORTH", 100.0)
+        edge = rows.layout().places_edge
+    if edge is None:
+        return
+    row = torch.arange(len(rows.anchor))
+    bounds = kernel.key_tile_bounds(edge, rows.num_prefix, tile).tolist()
+    for begin, (some, every, every_end, some_end) in zip(range(0, rows.num_prefix, tile), bounds, strict=True):
+        last = min(begin + tile, rows.num_prefix) - 1
+        sees_some = (edge.start_R <= last) & (edge.anchor_R >= begin) & (edge.start_R <= edge.anchor_R)
+        sees_all = (edge.start_R <= begin) & (edge.anchor_R >= last)
+        assert ((row >= some) & (row < some_end))[sees_some].all()
+        assert sees_all[(row >= every) & (row < every_end)].all()
 
 
 def test_places_without_a_gradient_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from components.draft.batch import Document, PackedBatch
@@ -94,12 +94,18 @@ def test_rows_are_sorted_and_chains_contiguous() -> None:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(0, 4), max_size=30), st.integers(5, 40))
-def test_parts_cover_every_anchor_once_and_respect_the_size(lengths: list[int], rows_per_part: int) -> None:
+@given(st.lists(st.integers(0, 4), max_size=30), st.integers(5, 40), st.integers(0, 9))
+@example([4, 4, 4, *[0] * 27], 5, 9)
+@example([0] * 30, 5, 3)
+def test_parts_cover_every_anchor_once_and_respect_the_size(
+    lengths: list[int], rows_per_part: int, head_start: int
+) -> None:
     chains = Chains(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
-    parts = cut_parts(chains, rows_per_part)
+    parts = cut_parts(chains, rows_per_part, head_start)
     assert [i for part in parts for i in range(len(lengths))[part]] == list(range(len(lengths)))
-    assert all(sum(lengths[part]) + len(lengths[part]) <= rows_per_part for part in parts)
+    sizes = [sum(lengths[part]) + len(lengths[part]) for part in parts]
+    assert all(size <= rows_per_part for size in sizes[1:])
+    assert not sizes or sizes[0] <= rows_per_part + 2 * head_start
 
 
 @settings(max_examples=60)
@@ -107,7 +113,7 @@ def test_parts_cover_every_anchor_once_and_respect_the_size(lengths: list[int], 
 def test_parts_are_few_and_the_largest_is_small(lengths: list[int], rows_per_part: int, head_start: int) -> None:
     """Against every way to cut the anchors; the first part is counted without its head start."""
     chains = Chains(torch.arange(len(lengths)), torch.tensor(lengths))
-    beyond = head_start * (sum(lengths) + len(lengths)) // max(1, sum(lengths))
+    beyond = min(head_start * (sum(lengths) + len(lengths)) // max(1, sum(lengths)), 2 * head_start)
 
     def largest(parts: Iterable[tuple[int, int]]) -> int:
         sizes = [sum(lengths[begin:end]) + end - begin for begin, end in parts]
