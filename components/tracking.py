@@ -8,7 +8,9 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from ssl import SSLContext
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -62,7 +64,7 @@ class Tracker:
         if not self.tracking_uri.startswith("http"):
             return
         try:
-            httpx.get(f"{self.tracking_uri}/health", timeout=10).raise_for_status()
+            httpx.get(f"{self.tracking_uri}/health", timeout=10, verify=_certificates()).raise_for_status()
         except httpx.HTTPError as error:
             raise ConfigError(
                 "mlflow.tracking_uri",
@@ -92,12 +94,13 @@ class Tracker:
 
     def log_curves(self, rows: Iterable[tuple[int, Mapping[str, float | None]]]) -> None:
         """Log `(step, figures)` rows; points that are there already, from the live run or an earlier try, are left out."""
+        logged = self.client.get_run(self.run_id).data.metrics
         there: dict[str, set[tuple[int, float]]] = {}
         metrics = []
         for step, figures in rows:
             for name, value in _finite(figures).items():
-                if name not in there:
-                    history = self.client.get_metric_history(self.run_id, name)
+                if name not in there:  # most are new, and each that is asked for costs a call
+                    history = self.client.get_metric_history(self.run_id, name) if name in logged else ()
                     there[name] = {(m.step, m.value) for m in history}
                 if (step, value) not in there[name]:
                     metrics.append(Metric(name, value, _now_ms(), step))
@@ -170,6 +173,12 @@ def run_key(settings: Settings) -> str:
     """What names a run in MLflow: the settings that can change a result."""
     identity = settings.model_dump(mode="json", exclude={"resources", "storage", "mlflow"})
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@cache
+def _certificates() -> SSLContext:
+    """Read once: it takes longer than the server's answer, and every report asks."""
+    return httpx.create_ssl_context()
 
 
 def _finite(figures: Mapping[str, float | None]) -> dict[str, float]:
