@@ -95,14 +95,14 @@ def _client_environment(port: int, dashboard_port: int, temporary: str) -> dict[
 
 def _wait(process: subprocess.Popen[bytes], head: RayHead, token: str, log_path: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            headers = {"Authorization": f"Bearer {token}"}
-            if httpx.get(f"{head.dashboard_url}/api/version", headers=headers, timeout=2).is_success:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.3)
+    with httpx.Client(timeout=2, headers={"Authorization": f"Bearer {token}"}) as client:
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                if client.get(f"{head.dashboard_url}/api/version").is_success:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.3)
     raise RuntimeError(f"the Ray head did not start:\n{log_path.read_text()[-4000:]}")
 
 

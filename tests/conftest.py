@@ -170,14 +170,15 @@ def server_environment() -> dict[str, str]:
 
 def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
     deadline = time.monotonic() + SERVER_START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"{process.args} ended with {process.returncode}:\n{log_path.read_text()[-4000:]}")
-        try:
-            if httpx.get(url, timeout=2).is_success:
-                return
-        except httpx.TransportError:
-            time.sleep(0.2)
+    with httpx.Client(timeout=2) as client:  # a new one for each look takes from the server the time to start
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise RuntimeError(f"{process.args} ended with {process.returncode}:\n{log_path.read_text()[-4000:]}")
+            try:
+                if client.get(url).is_success:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.2)
     raise TimeoutError(
         f"nothing answers at {url} after {SERVER_START_TIMEOUT_S:.0f} s:\n{log_path.read_text()[-4000:]}"
     )

@@ -49,12 +49,13 @@ def plain_vllm(bundle: Path, port: int, log: Path) -> Iterator[str]:
 
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(url, timeout=5).status_code == 200:
-                return
-        except httpx.HTTPError:
-            time.sleep(0.5)
+    with httpx.Client(timeout=5) as client:
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                if client.get(url).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                time.sleep(0.5)
     raise AssertionError(f"vLLM did not start:\n{log.read_text()[-4000:]}")
 
 

@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
-from components.pipeline import Selection
+from components.pipeline import Pipeline, Selection
 from components.publishing import registry
 from components.publishing.bundle import BundleError
 from components.publishing.promotion import rollback
@@ -21,17 +22,33 @@ from tests.conftest import project_environment
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture
-def heads(tmp_path: Path, mlflow_server: str) -> Registry:
-    """Version 1 is the champion, version 2 was refused."""
-    name = f"publish.name=head-{uuid4().hex[:8]}"
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory, mlflow_server: str) -> Pipeline:
+    """The pipeline that published version 1, the champion, and version 2, which was refused. No test changes either."""
+    folder, name = tmp_path_factory.mktemp("versions"), f"publish.name=head-{uuid4().hex[:8]}"
     for quality in (0.6, 0.3):
-        done = rehearse(tmp_path / "s", mlflow_server, name, quality=quality)
+        done = rehearse(folder, mlflow_server, name, quality=quality)
         done.run(Selection())
-    return registry_of(done.settings, done.storage)
+    return done
 
 
-def test_the_list_says_what_each_version_is(heads: Registry) -> None:
+@pytest.fixture
+def heads(published: Pipeline) -> Registry:
+    """A registered model of the test's own with all that was published: the versions, their tags and bundles, and the aliases."""
+    theirs = registry_of(published.settings, published.storage)
+    client, ours = theirs.client, replace(theirs, name=f"head-{uuid4().hex[:8]}")
+    model = client.get_registered_model(theirs.name)
+    client.create_registered_model(ours.name, dict(model.tags), model.description)
+    for number in ("1", "2"):
+        made = client.get_model_version(theirs.name, number)
+        client.create_model_version(ours.name, made.source, made.run_id, dict(made.tags), description=made.description)
+    for alias, version in model.aliases.items():
+        client.set_registered_model_alias(ours.name, alias, version)
+    return ours
+
+
+def test_the_list_says_what_each_version_is(published: Pipeline) -> None:
+    heads = registry_of(published.settings, published.storage)
     refused, promoted = list_versions(heads.client, heads.name, "0.32.0")
     assert (refused.version, refused.verdict, refused.aliases) == (2, "refuse", ("challenger",))
     assert (promoted.version, promoted.verdict, promoted.aliases) == (1, "promote", ("champion",))
