@@ -53,6 +53,30 @@ def client(mlflow_server: str) -> MlflowClient:
     return MlflowClient(mlflow_server)
 
 
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory, mlflow_server: str) -> Pipeline:
+    """A first head, published. No test changes it."""
+    return run(tmp_path_factory.mktemp("first"), mlflow_server, f"publish.name=head-{uuid4().hex[:8]}")
+
+
+@pytest.fixture(scope="module")
+def champion(tmp_path_factory: pytest.TempPathFactory, mlflow_server: str) -> Pipeline:
+    """A champion of quality 0.6, beside whom tests publish what is not better."""
+    return run(tmp_path_factory.mktemp("champion"), mlflow_server, f"publish.name=head-{uuid4().hex[:8]}", quality=0.6)
+
+
+def again(done: Pipeline, *overrides: str, **how: Any) -> Pipeline:
+    """The same job, but for what is said."""
+    settings = done.settings
+    return run(
+        Path(settings.storage.uri),
+        settings.mlflow.tracking_uri,
+        f"publish.name={settings.publish.name}",
+        *overrides,
+        **how,
+    )
+
+
 def run(folder: Path, server: str, *overrides: str, **how: Any) -> Pipeline:
     pipeline = rehearse(folder, server, *overrides, **how)
     pipeline.run(Selection())
@@ -84,9 +108,9 @@ def aliases(client: MlflowClient, name: str) -> dict[str, str]:
 
 
 def test_the_first_head_is_promoted_and_alias_digest_and_download_agree(
-    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
+    published: Pipeline, client: MlflowClient, tmp_path: Path
 ) -> None:
-    done = run(tmp_path / "s", mlflow_server, f"publish.name={name}")
+    done, name = published, published.settings.publish.name
     assert facts(done)["verdict"] == "promote", facts(done)["reasons"]
     assert aliases(client, name) == {"champion": "1", "challenger": "1"}
     version = client.get_model_version(name, "1")
@@ -106,12 +130,9 @@ def test_the_first_head_is_promoted_and_alias_digest_and_download_agree(
     assert lineage["target"] == "apache-2.0"
 
 
-def test_the_run_holds_figures_curves_plots_and_the_report(
-    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
-) -> None:
-    done = run(tmp_path, mlflow_server, f"publish.name={name}")
-    found = client.get_run(facts(done)["run_id"])
-    evaluation = done.artifacts["evaluation"].facts["arms"]
+def test_the_run_holds_figures_curves_plots_and_the_report(published: Pipeline, client: MlflowClient) -> None:
+    found = client.get_run(facts(published)["run_id"])
+    evaluation = published.artifacts["evaluation"].facts["arms"]
     assert found.info.status == "FINISHED"
     assert found.data.metrics["eval/candidate/al"] == evaluation["candidate"]["al"]
     assert found.data.metrics["eval/candidate/accepted_at_1"] == evaluation["candidate"]["accepted_at"][0]
@@ -128,15 +149,15 @@ def test_the_run_holds_figures_curves_plots_and_the_report(
 
 
 def test_the_same_job_again_writes_nothing_though_it_became_the_champion(
-    tmp_path: Path, mlflow_server: str, client: MlflowClient, name: str
+    published: Pipeline, client: MlflowClient
 ) -> None:
-    first = run(tmp_path, mlflow_server, f"publish.name={name}")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    folder, name = Path(published.settings.storage.uri), published.settings.publish.name
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     version_before = client.get_model_version(name, "1").last_updated_timestamp
-    again = run(tmp_path, mlflow_server, f"publish.name={name}")
-    assert again.made == []
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-    assert facts(again) == facts(first)
+    repeated = again(published)
+    assert repeated.made == []
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert facts(repeated) == facts(published)
     assert client.get_model_version(name, "1").last_updated_timestamp == version_before
 
 
@@ -189,31 +210,25 @@ def test_the_best_of_several_candidates_is_published_and_its_job_stays_a_no_op(
     [
         (["ab.salt=another"], 0.6, "another head than the champion"),
         (["train.epochs=4"], 0.59, "acceptance length at K=3"),
-        (["train.epochs=4"], 0.3, "acceptance length at K=3"),
+        (["train.epochs=5"], 0.3, "acceptance length at K=3"),
         (["evaluate.num_speculative_tokens=5"], 0.6, "another head"),
     ],
     ids=["the same head", "no real gain", "a worse head", "a larger K alone"],
 )
 def test_what_is_not_better_is_a_challenger_only(
-    tmp_path: Path,
-    mlflow_server: str,
-    client: MlflowClient,
-    name: str,
-    overrides: list[str],
-    quality: float,
-    failed: str,
+    champion: Pipeline, client: MlflowClient, overrides: list[str], quality: float, failed: str
 ) -> None:
-    run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.6)
-    endpoint = Endpoint(client, name)
-    refused = run(tmp_path, mlflow_server, f"publish.name={name}", *overrides, quality=quality, serve_alone=endpoint)
+    name = champion.settings.publish.name
+    endpoint, number = Endpoint(client, name), len(client.search_model_versions(f"name = '{name}'")) + 1
+    refused = again(champion, *overrides, quality=quality, serve_alone=endpoint)
     assert endpoint.moves == [(1, 1)], "the champion alone"
-    assert "Version 2 of" in report(refused)
+    assert f"Version {number} of" in report(refused)
     assert "is a challenger only." in report(refused)
     assert "Version 1 is the champion; all traffic of the endpoint goes to it." in report(refused)
     assert facts(refused)["verdict"] == "refuse"
     assert failed in [reason["check"] for reason in facts(refused)["reasons"] if not reason["passed"]]
-    assert aliases(client, name) == {"champion": "1", "challenger": "2"}
-    assert run(tmp_path, mlflow_server, f"publish.name={name}", *overrides, quality=quality).made == []
+    assert aliases(client, name) == {"champion": "1", "challenger": str(number)}
+    assert again(champion, *overrides, quality=quality).made == []
 
 
 def test_promote_off_registers_and_leaves_the_champion(
@@ -270,10 +285,9 @@ def test_a_champion_that_changed_meanwhile_stops_the_promotion_and_the_next_run_
     assert aliases(client, name) == {"champion": str(facts(done)["version"]), "previous": "2", "challenger": "4"}
 
 
-def test_a_head_for_another_target_is_not_compared(tmp_path: Path, mlflow_server: str, name: str) -> None:
-    run(tmp_path, mlflow_server, f"publish.name={name}")
+def test_a_head_for_another_target_is_not_compared(published: Pipeline) -> None:
     with pytest.raises(ConfigError, match=r"publish\.name: .* drafts for another target \(bundled:rehearsal\)"):
-        run(tmp_path, mlflow_server, f"publish.name={name}", quality=0.7, target_digest="e" * 64)
+        again(published, quality=0.7, target_digest="e" * 64)
 
 
 def test_a_bundle_made_again_leaves_the_champion_alone(
@@ -304,10 +318,10 @@ def test_the_champion_stage_serves_what_was_promoted(
         rollback(registry_of(done.settings, done.storage))
 
 
-def test_the_summary_is_the_same_after_a_no_op(tmp_path: Path, mlflow_server: str, name: str) -> None:
-    first, again = printed(run(tmp_path, mlflow_server, f"publish.name={name}")), Console(width=200, record=True)
-    print_summary(run(tmp_path, mlflow_server, f"publish.name={name}"), again)
-    text = again.export_text()
+def test_the_summary_is_the_same_after_a_no_op(published: Pipeline, mlflow_server: str) -> None:
+    name, first, console = published.settings.publish.name, printed(published), Console(width=200, record=True)
+    print_summary(again(published), console)
+    text = console.export_text()
     assert text.replace("Everything was done already; nothing was written.\n", "") == first
     assert f"Verdict: promote. {name} version 1: challenger, champion; champion: version 1." in text
     assert f"{mlflow_server}/#/models/{name}/versions/1 " in text
